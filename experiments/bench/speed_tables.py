@@ -17,6 +17,7 @@ Lines = Sequence[tuple[str, str]]
 # Tables of the page: heading -> (table, the fields that make a group).
 TRICKS = {
     "Dot products of pairs of vectors": ("dots", ("pairs", "dim", "passes")),
+    "Dot products of one vector with the rows of a matrix": ("vector", ("rows", "dim", "passes")),
     "Sums of the embeddings of bags of words": ("bags", ("lengths", "padding", "passes")),
     "Small operations": ("dispatch", ("operations",)),
     "Rows times a matrix": ("products", ("rows", "dim")),

@@ -1,13 +1,14 @@
 """Measures the tricks that make small models fast, from a naive loop to one compiled program, one step at a time.
 
-    python experiments/bench/speed_tricks.py [--rounds=7] [--tables=ladder,dots,bags,dispatch,products,data,sizes]
+    python experiments/bench/speed_tricks.py [--rounds=7] [--tables=ladder,dots,vector,bags,dispatch,products,data,sizes]
 
 "ladder": one step of gradient descent on `sum_ij y_j . (W x_i)` with 10 vectors x and 10 vectors y of 100 features, the
 exercise of a lecture on efficiency (Neubig 2017, CS 11-747, slow-impl.py). The first form computes W x again for each of the
 100 pairs, and copies both vectors to the device each time; each further form changes one thing. Losses and updated matrices
 are compared before anything is reported.
 
-"dots": dot products of pairs of vectors, by a call for each, by a loop in one program, and together. "bags": sums of the
+"dots": dot products of pairs of vectors, by a call for each, by a loop in one program, and together. "vector": dot products of
+one vector with the rows of a matrix, by multiplication and sum, and by a product of matrix and vector. "bags": sums of the
 embeddings of bags of words, by a call for each, by a loop, padded, and by segment sums. "dispatch": operations one by one,
 compiled, and many in one call. "products": one large matrix product against many small ones. "data": batches read, moved and
 used one after another, asynchronously, ahead by a thread, and from the device. "sizes": products of n x n matrices on each
@@ -38,11 +39,12 @@ STEPS = 100  # of the form of the ladder that does many steps in one call
 # Factors that the literature claims for a trick: table, form -> (factor, source).
 CLAIMED = {
     ("bags", "padded"): 1.79,
+    ("vector", "product of matrix and vector"): 1.4,
 }
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 7, "Measurements of each function.")
-flags.DEFINE_list("tables", ["ladder", "dots", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure.")
+flags.DEFINE_list("tables", ["ladder", "dots", "vector", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
 
 Functions = dict[str, Callable[[], Any]]
@@ -250,6 +252,24 @@ def dot_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def vector_rows() -> list[dict[str, Any]]:
+    """Dot products of one vector with each row of a matrix."""
+    rows = []
+    for count, dim in ((1024, 128), (16_384, 512)):
+        rng = np.random.default_rng(0)
+        matrix = jnp.asarray(rng.standard_normal((count, dim)) / dim**0.25, jnp.float32)
+        vector = jnp.asarray(rng.standard_normal(dim) / dim**0.25, jnp.float32)
+        forms = {
+            "multiplication and sum": lambda matrix, vector: (matrix * vector).sum(axis=-1),
+            "product of matrix and vector": lambda matrix, vector: matrix @ vector,
+        }
+        single: Functions = {
+            "multiplication, then sum": lambda matrix=matrix, vector=vector: (matrix * vector).sum(axis=-1)
+        }
+        rows += both_passes("vector", single, forms, matrix, vector, rows=count, dim=dim)
+    return rows
+
+
 def gradients_of(form: Callable[..., jax.Array], *arrays: jax.Array) -> Callable[[], Any]:
     """A call of the compiled loss `sum(sin(form))` with its gradients."""
     gradient = jax.jit(jax.value_and_grad(lambda *a: jnp.sin(form(*a)).sum(), tuple(range(len(arrays)))))
@@ -433,6 +453,7 @@ def size_rows() -> list[dict[str, Any]]:
 TABLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
     "ladder": ladder_rows,
     "dots": dot_rows,
+    "vector": vector_rows,
     "bags": bag_rows,
     "dispatch": dispatch_rows,
     "products": product_rows,
