@@ -6,13 +6,15 @@
 For each fixture of fixtures.py, the model is trained and advice is asked for. All techniques that fit it, and pairs of the
 best, are then measured in more rounds and without the shortcuts of the search (`exhaustive.py`). The regret is 1 - gain / best
 gain, with the gains of the recommended candidate and of the best one in that set. Finished fixtures are skipped when the script
-runs again, and an interrupted one goes on. Hours on two cores, which must do nothing else.
+runs again, and an interrupted one goes on. Rows of fixtures that are not in --workdir stay as they are in the result. Hours on
+two cores, which must do nothing else.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from fixtures import FIXTURES
@@ -39,9 +41,17 @@ def main(_: list[str]) -> None:
     for number, fixture in enumerate(chosen, 1):
         print(f"{fixture.name} ({number} of {len(chosen)}): {fixture.why}", flush=True)
         measured(fixture, workdir / fixture.name, TRIAL if FLAGS.trial else Scale())
-    rows = [json.loads(p.read_text("utf-8")) for name in by_name if (p := workdir / name / ROW).exists()]
+    found = {name: json.loads(p.read_text("utf-8")) for name in by_name if (p := workdir / name / ROW).exists()}
+    earlier = {} if FLAGS.trial else _earlier(Path(FLAGS.out))
+    rows = list((earlier | found).values())
     print(summary(rows), flush=True)
     print(measure.write_result("advise", rows, workdir if FLAGS.trial else FLAGS.out))
+
+
+def _earlier(directory: Path) -> dict[str, Any]:
+    """Name of a fixture -> its row in the result of another run of the script."""
+    path = directory / "advise-cpu.json"
+    return {row["fixture"]: row for row in json.loads(path.read_text("utf-8"))["rows"]} if path.exists() else {}
 
 
 if __name__ == "__main__":

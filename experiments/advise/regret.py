@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from exhaustive import Entry, ExhaustiveSet, describe, interval
 from fixtures import Fixture
 
-from hpnlp.advise import Advice, advise, report
+from hpnlp.advise import Advice, AdviseSettings, Goal, advise, report
+from hpnlp.advise.estimates import HERE, estimate
 from hpnlp.advise.trials import Runner, Trials, run_process
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.files import write_weights
@@ -125,8 +127,33 @@ def measured(fixture: Fixture, directory: Path, scale: Scale, runner: Runner = r
     exhaustive = ExhaustiveSet(advice, Trials(directory / "exhaustive", runner), scale.rounds, scale.techniques)
     entries = timed(directory, "exhaustive", exhaustive.measure)
     row = row_of(fixture, advice, entries, json.loads((directory / SECONDS).read_text("utf-8")))
+    if settings.goal is not Goal.DISK and not fixture.techniques:
+        row["estimates"] = estimated(run, settings, entries)
     replace_bytes(directory / ROW, (json.dumps(row, indent=1) + "\n").encode())
     return row
+
+
+def estimated(run: Path, settings: AdviseSettings, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Estimates for this machine beside the measured ratios of single techniques.
+
+    Args:
+      run: Directory of the run.
+      settings: Settings of the search.
+      entries: The exhaustive set.
+
+    Returns:
+      Share of the techniques whose estimate lies within 30 % of the measured ratio, rank correlation of both, and
+      `[estimated, measured]` for each technique.
+    """
+    rows = {row.name: row.ratio for row in estimate(run, HERE, settings).rows}
+    measured_ratios = {e.candidate.name: e.ratio.median for e in entries if e.ratio is not None}
+    pairs = {name: [rows[name], ratio] for name, ratio in measured_ratios.items() if name in rows}
+    if not pairs:
+        return {"pairs": pairs}
+    first, second = np.array(list(pairs.values())).T
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    within = float((np.abs(first / second - 1) <= 0.3).mean())
+    return {"within": within, "rank": float(np.corrcoef(*ranks)[0, 1]), "pairs": pairs}
 
 
 def timed(directory: Path, name: str, function: Callable[[], Value]) -> Value:
@@ -168,6 +195,7 @@ def row_of(fixture: Fixture, advice: Advice, entries: Sequence[Entry], seconds: 
     return {
         "fixture": fixture.name,
         "why": fixture.why,
+        "machine": {name: advice.baseline.environment[name] for name in ("cpu", "cores", "jax", "commit")},
         "goal": fixture.settings.goal,
         "workload": advice.workload.describe(),
         "baseline_seconds": advice.baseline.baseline_seconds,

@@ -33,6 +33,17 @@ def advise(rows: Rows) -> Lines:
             [row["not_attributed"] <= UNATTRIBUTED for row in profiled],
         ),
     ]
+    compared = [row["estimates"] for row in rows if row.get("estimates", {}).get("pairs")]
+    counts += [
+        (
+            "fixtures with half of the estimates for this machine within 30 % of the measured ratio",
+            [estimates["within"] >= 0.5 for estimates in compared],
+        ),
+        (
+            "fixtures with a rank correlation of estimated and measured ratios of at least 0.8",
+            [estimates["rank"] >= 0.8 for estimates in compared],
+        ),
+    ]
     lines = [(label, f"{sum(values)} of {len(values)}") for label, values in counts]
     lines.append(("gains beyond the bound of their technique", f"{exceeded} of {sum(row['bounds'] for row in rows)}"))
     return [*lines, *(_line(row) for row in rows)]

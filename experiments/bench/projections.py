@@ -8,7 +8,7 @@ texts of similar lengths; seconds of an epoch are those of its steps. The accura
 to the first model are paired, by function and seed; their 95 % intervals are over functions and seeds. Bytes are those of the
 weights as int8, of models that have been trained with them. Linear models are those of the report, which have no interval.
 
-Kozareva and Ravi 2019, "PRADO: projection attention networks for document classification on-device", report that a model of
+Kaliamoorthi et al. 2019, "PRADO: projection attention networks for document classification on-device", report that a model of
 under 200 kB is better than convolutional and recurrent classifiers of many times its size.
 """
 

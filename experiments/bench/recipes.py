@@ -23,9 +23,9 @@ the student's width for MobileBERT, which has none of the inverted bottlenecks o
 
 Published: Sanh et al. 2019, "DistilBERT": 97 % of BERT with 40 % fewer parameters; Jiao et al. 2020, "TinyBERT": 96.8 %, 7.5
 times smaller; Sun et al. 2020, "MobileBERT": 4.3 times smaller, 5.5 times as fast; Zafrir et al. 2019, "Q8BERT": less than 1 %
-lost; Sanh et al. 2020, "Movement pruning": F1 82.3 by soft movement with 3 % of the weights, 59.6 by magnitude; Frankle and
-Carbin 2019, "The lottery ticket hypothesis"; Ba and Caruana 2014, "Do deep nets really need to be deep?"; Wen et al. 2016,
-"Learning structured sparsity in deep neural networks".
+lost; Sanh et al. 2020, "Movement pruning": F1 82.3 by soft movement with 3 % of the weights, 59.6 by magnitude, both distilled;
+Frankle and Carbin 2019, "The lottery ticket hypothesis"; Ba and Caruana 2014, "Do deep nets really need to be deep?"; Wen et
+al. 2016, "Learning structured sparsity in deep neural networks".
 """
 
 from __future__ import annotations

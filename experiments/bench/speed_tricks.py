@@ -44,7 +44,9 @@ CLAIMED = {
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 7, "Measurements of each function.")
-flags.DEFINE_list("tables", ["ladder", "dots", "vector", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure.")
+flags.DEFINE_list(
+    "tables", ["ladder", "dots", "vector", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure."
+)
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
 
 Functions = dict[str, Callable[[], Any]]

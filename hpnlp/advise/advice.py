@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.advise.candidate import Candidate
-from hpnlp.advise.kept_quality import KeptQuality
+from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality
 from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.advise.trial import Measured, TrialResult
 from hpnlp.advise.workload import Workload
@@ -97,6 +97,7 @@ class Finding:
         candidate was not selected.
       steps: Steps of the training after which the quality was measured; 0 without a training.
       is_kept: Whether the quality is shown to be kept; of confirmed candidates, with one error rate for all of them.
+      agreement: Share of a classifier's labels that are those of the model as it is; None where they were not compared.
     """
 
     candidate: Candidate
@@ -110,6 +111,7 @@ class Finding:
     is_confirmed: bool = False
     steps: int = 0
     is_kept: bool = False
+    agreement: EqualPredictions | None = None
 
     @property
     def is_trained(self) -> bool:

@@ -8,7 +8,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp import tasks
 from hpnlp.advise import kept_quality
@@ -25,8 +25,12 @@ from hpnlp.report.files import replace_text
 from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.training.config import flat
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 FILES = ("advise.md", "advise.json", "advise.png")
 ROWS = 5  # candidates in the table that the command prints
+DRAWN = 7  # candidates whose quality is drawn
 _COUNTED = {Goal.MEMORY: "memory", Goal.DISK: "bytes on disk"}
 
 
@@ -127,7 +131,9 @@ def _compared(advice: Advice) -> Iterator[str]:
     count = len(original.examples.identity)
     name = trivial_name(metric)
     trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
-    yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
+    path = flat(advice.config).get("data.path")
+    score = f"held-out {metric} {original.scores[metric]:.4f}{f' of {path}' if path else ''}"
+    yield f"Quality: {score}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
     if metric == "accuracy" and gain and advice.recommended is None:
         yield _examples_needed(advice, count, gain)
@@ -154,19 +160,23 @@ def _table(advice: Advice, rows: int | None) -> list[str]:
     """The findings, the largest gain first, with the recommended one in bold."""
     goal = advice.settings.goal
     shown = [f for f in advice.findings if f.ratio is not None]
+    has_labels = any(f.agreement is not None for f in shown)
     header = [
         "technique",
         f"{_COUNTED.get(goal, 'time')} (unchanged: 1)",
         "faster at most",
         "quality that is kept",
+        *["equal labels"] * has_labels,
         "verdict",
     ]
-    table = [header, ["---", "---:", "---:", "---", "---"]]
+    table = [header, ["---", "---:", "---:", "---", *["---:"] * has_labels, "---"]]
     for finding in shown[:rows]:
         is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
         name = f"**{finding.candidate.name}**" if is_best else finding.candidate.name
         bound = f"{finding.bound:.2f} times" if finding.bound is not None else ""
-        table.append([name, _interval(finding.ratio), bound, _share(finding), status(finding, is_best)])
+        equal = f"{100 * finding.agreement.share:.3g} %" if finding.agreement else ""
+        cells = [name, _interval(finding.ratio), bound, _share(finding), *[equal] * has_labels]
+        table.append([*cells, status(finding, is_best)])
     lines = [f"| {' | '.join(row)} |" for row in table]
     if rows is not None and len(shown) > rows:
         lines.append(f"\n{len(shown) - rows} more in {FILES[0]}")
@@ -338,7 +348,7 @@ def _values(finding: Finding) -> dict[str, Any]:
 
 
 def plot(advice: Advice, path: Path) -> None:
-    """Draws the ratios with their intervals and bounds.
+    """Draws the ratios with their intervals and bounds, and the quality that is kept beside the gain.
 
     Args:
       advice: Result of a search.
@@ -347,13 +357,21 @@ def plot(advice: Advice, path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot, which would change a notebook's backend
 
     shown = [f for f in advice.findings if f.ratio is not None][:25]
-    figure = Figure(figsize=(8, 1.4 + 0.32 * max(1, len(shown))), layout="constrained")
-    axes = figure.subplots()
+    judged = [f for f in shown if f.quality is not None and math.isfinite(f.quality.retention)][:DRAWN]
+    figure = Figure(figsize=(13 if judged else 8, 1.4 + 0.32 * max(8, len(shown))), layout="constrained")
+    axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    _draw_ratios(axes[0], advice, shown)
+    if judged:
+        _draw_quality(axes[1], advice, judged)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_ratios(axes: Axes, advice: Advice, shown: Sequence[Finding]) -> None:
+    """A line for each candidate: the interval of its ratio, and its bound."""
     for row, finding in enumerate(shown):
         ratio = finding.ratio
         assert ratio is not None
-        is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
-        colour = "C2" if is_best else "C0" if finding.is_faster else "C3" if ratio.verdict is Verdict.SLOWER else "0.55"
+        colour = _colour(advice, finding)
         low, high = (ratio.low, ratio.high) if math.isfinite(ratio.high) else (ratio.median, ratio.median)
         marker = "o" if finding.is_kept or not finding.is_faster else "x"
         axes.plot([low, high], [row, row], color=colour, linewidth=2)
@@ -369,7 +387,34 @@ def plot(advice: Advice, path: Path) -> None:
     axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} (1: {UNCHANGED})")
     axes.grid(alpha=0.3, axis="x")
     axes.set_title("x: gains, but is not shown to keep the quality; |: gains at most; green: recommended", fontsize=8)
-    figure.savefig(path, dpi=130)
+
+
+def _draw_quality(axes: Axes, advice: Advice, judged: Sequence[Finding]) -> None:
+    """The gain of each candidate and the quality that it keeps, down to the lower limit."""
+    least = min(advice.settings.keep, *(f.quality.retention for f in judged if f.quality)) - 0.05
+    for number, finding in enumerate(judged, 1):
+        ratio, quality = finding.ratio, finding.quality
+        assert ratio is not None and quality is not None
+        colour, gain = _colour(advice, finding), 1 / ratio.median
+        axes.plot([gain, gain], [max(quality.low, least), quality.retention], color=colour, linewidth=2)
+        if math.isfinite(ratio.high):
+            axes.plot([1 / ratio.high, 1 / ratio.low], [quality.retention] * 2, color=colour, linewidth=2)
+        axes.plot(gain, quality.retention, "o", color=colour, label=f"{number} {finding.candidate.name}")
+        axes.annotate(str(number), (gain, quality.retention), (4, 4), textcoords="offset points", fontsize=8)
+    axes.axhline(advice.settings.keep, color="0.4", linewidth=0.9, linestyle="--")
+    axes.set(xlabel="gain (times)", ylabel="quality that is kept, down to its lower limit", ylim=(least, None))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, handlelength=0, markerscale=0)
+    axes.set_title(f"dashed: --keep={advice.settings.keep:g}, above which the whole line must be", fontsize=8)
+
+
+def _colour(advice: Advice, finding: Finding) -> str:
+    if advice.recommended is not None and finding.candidate == advice.recommended.candidate:
+        return "C2"
+    if finding.is_faster:
+        return "C0"
+    return "C3" if finding.ratio is not None and finding.ratio.verdict is Verdict.SLOWER else "0.55"
 
 
 def read_candidate(directory: Path, name: str) -> tuple[Candidate, Mapping[str, Any]]:

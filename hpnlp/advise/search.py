@@ -7,6 +7,7 @@ adds techniques to the best one while that pays, and measures the result again, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -21,9 +22,9 @@ from hpnlp.advise import kept_quality
 from hpnlp.advise.advice import Advice, AdviseSettings, Finding
 from hpnlp.advise.arm import Arm
 from hpnlp.advise.candidate import Candidate
-from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
+from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
-from hpnlp.advise.techniques import techniques
+from hpnlp.advise.techniques import wanted
 from hpnlp.advise.trial import Measured, Trial, TrialResult, trivial_name, wall_ratio
 from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload, default_workload
@@ -32,7 +33,6 @@ from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
 from hpnlp.jobs.evaluate_run import changed_config
 from hpnlp.jobs.profile.profile_run import LEAST_COVERAGE
-from hpnlp.spec import unknown_name
 from hpnlp.training.config import flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
@@ -50,6 +50,7 @@ SCORING = Workload(Program.LOSS, 1)  # trials without rounds have it, so that th
 TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
+NOT_SLOWER = (Verdict.FASTER, Verdict.EQUAL)
 
 
 def advise(
@@ -111,7 +112,7 @@ class _Search:
 
     def run(self, directory: Path) -> Advice:
         """Searches."""
-        listed = self._listed()
+        listed = wanted(self.settings, flat(self.config).get("model.layers", 4))
         self.baseline = baseline = self._measured_baseline()
         chosen, bounded, refused, untrained = self._chosen(listed, baseline.traced)
         screened, skipped = self._screen(chosen)
@@ -134,7 +135,7 @@ class _Search:
             self.settings,
             self.workload,
             baseline,
-            max(accepted, key=_gain, default=None),
+            _recommended(accepted),
             findings,
             bounded,
             refused,
@@ -202,21 +203,6 @@ class _Search:
             self.log("equal calls differ by their place in a round: do not trust the times")
         return result
 
-    def _listed(self) -> list[Technique]:
-        """Techniques for the goal, without those that the user has left out."""
-        table = self.settings.table or techniques(flat(self.config).get("model.layers", 4))
-        known = {name for t in table for name in (t.name, t.group)}
-        for argument, names in (("only", self.settings.only), ("exclude", self.settings.exclude)):
-            if unknown := [name for name in names if name not in known]:
-                raise InputError(f"--{argument}: {unknown_name(unknown[0], known, 'technique')}")
-        listed = [t for t in table if self.settings.goal in t.goals and self._is_wanted(t)]
-        if not listed:
-            raise InputError(
-                f"no technique with --goal={self.settings.goal} is left of --only={','.join(self.settings.only)}, "
-                f"--exclude={','.join(self.settings.exclude)}: see hpnlp techniques --goal={self.settings.goal}"
-            )
-        return listed
-
     def _chosen(
         self, listed: Sequence[Technique], traced: TracedTime | None
     ) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
@@ -236,12 +222,6 @@ class _Search:
                 chosen.append(technique)
         chosen.sort(key=lambda t: (t.needs is not Needs.NOTHING, -(_bound(t, traced) or math.inf)))
         return chosen, bounded, refused, untrained
-
-    def _is_wanted(self, technique: Technique) -> bool:
-        names = {technique.name, technique.group}
-        return not (self.settings.only and names.isdisjoint(self.settings.only)) and names.isdisjoint(
-            self.settings.exclude
-        )
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
@@ -309,7 +289,10 @@ class _Search:
             for finding, model in zip(group, result.models[1:], strict=True):
                 quality = self._quality(model, selects=True)
                 kept = quality is not None and quality.verdict is QualityVerdict.KEPT
-                scored.append(dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error))
+                equal = self._agreement(model)
+                scored.append(
+                    dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error, agreement=equal)
+                )
         return scored
 
     def _quality(self, model: Measured, selects: bool) -> KeptQuality | None:
@@ -318,6 +301,11 @@ class _Search:
         if original is None or model.examples is None:
             return None
         return self._compared(original, model.examples, selects)
+
+    def _agreement(self, model: Measured) -> EqualPredictions | None:
+        """The share of labels that are those of the model as it is; None without labels."""
+        labels = self.baseline.models[0].labels
+        return kept_quality.agreement(labels, model.labels) if labels and len(labels) == len(model.labels) else None
 
     def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
         """Comparison of scores on one of the halves of the examples, or on all of them for None.
@@ -422,7 +410,21 @@ class _Search:
                 break
             stack = findings[0].candidate
             others = [technique for technique in others if technique.name not in stack.techniques]
-        return stack
+        return self._reduced(stack, by_name)
+
+    def _reduced(self, stack: Candidate, by_name: Mapping[str, Technique]) -> Candidate:
+        """The stack without a technique that those after it have made useless."""
+        names = stack.techniques
+        if len(names) < 3 or self._spent > STACK_SHARE:
+            return stack
+        smaller = [
+            functools.reduce(Candidate.plus, (by_name[name] for name in names if name != left_out), Candidate())
+            for left_out in names[:-1]
+        ]
+        self.log(f"leaving out of {stack.name}: {', '.join(names[:-1])}")
+        result = self.trials.run(self._trial(smaller, SCREEN, baseline=stack))
+        equal = (f for f in _ordered(list(self._findings(smaller, result))) if f.ratio is not None)
+        return next((f.candidate for f in equal if f.ratio and f.ratio.verdict in NOT_SLOWER), stack)
 
     def _confirm(self, stack: Candidate, good: Sequence[Finding]) -> list[Finding]:
         """New rounds in a new process, and the quality on the other half of the examples, of the best candidates."""
@@ -434,6 +436,10 @@ class _Search:
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         before = {f.candidate.name: f for f in good}
+        findings = [
+            dataclasses.replace(f, agreement=self._agreement(model))
+            for f, model in zip(findings, result.models[1:], strict=True)
+        ]
         findings = [
             dataclasses.replace(f, needs=earlier.needs, bound=earlier.bound)
             if (earlier := before.get(f.candidate.name)) is not None
@@ -477,6 +483,15 @@ def _joined(stack: Candidate, technique: Technique) -> Candidate | None:
 def _gain(finding: Finding) -> float:
     """Order of findings: the reciprocal of the ratio; least where it could not be measured."""
     return 1 / finding.ratio.median if finding.ratio is not None else -math.inf
+
+
+def _recommended(accepted: Sequence[Finding]) -> Finding | None:
+    """The finding with the largest gain; of those that gain as much, the one that changes least."""
+    best = max(accepted, key=_gain, default=None)
+    if best is None:
+        return None
+    near = [f for f in accepted if _gain(f) * (1 + LEAST) >= _gain(best)]
+    return min(near, key=lambda f: (len(f.candidate.techniques), f.is_trained, bool(f.candidate.recipe), -_gain(f)))
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from hpnlp.advise.advice import AdviseSettings
 from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.compress.recipe import COMPRESSORS, CONVERSIONS
 from hpnlp.lra.mixers import all_specs
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.spec import unknown_name
 from hpnlp.training.optim import OPTIMIZERS
+from hpnlp.types import InputError
 
 # Stages of `hpnlp compress` that remove units or weights -> (at most three examples of it, parts that become smaller).
 REMOVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -39,6 +42,39 @@ def techniques(layers: int = 4) -> list[Technique]:
       The techniques, with distinct names.
     """
     return [*_exact(), *_formats(), *_removed(layers), *_mixers(), *_outputs(), *_optimizers()]
+
+
+def wanted(settings: AdviseSettings, layers: int) -> list[Technique]:
+    """The techniques for the goal of a search, without those that the user has left out.
+
+    Args:
+      settings: The settings.
+      layers: Number of layers of the model.
+
+    Returns:
+      The techniques.
+
+    Raises:
+      InputError: The settings name an unknown technique, or leave none.
+    """
+    table = settings.table or techniques(layers)
+    known = {name for t in table for name in (t.name, t.group)}
+    for argument, names in (("only", settings.only), ("exclude", settings.exclude)):
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"--{argument}: {unknown_name(unknown[0], known, 'technique')}")
+    listed = [
+        t
+        for t in table
+        if settings.goal in t.goals
+        and not (settings.only and {t.name, t.group}.isdisjoint(settings.only))
+        and {t.name, t.group}.isdisjoint(settings.exclude)
+    ]
+    if not listed:
+        raise InputError(
+            f"no technique with --goal={settings.goal} is left of --only={','.join(settings.only)}, "
+            f"--exclude={','.join(settings.exclude)}: see hpnlp techniques --goal={settings.goal}"
+        )
+    return listed
 
 
 def _exact() -> Iterator[Technique]:

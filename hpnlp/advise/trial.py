@@ -32,6 +32,7 @@ from hpnlp.cost.paired_times import PairedTimes, Ratio, Usage, Verdict, compare_
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.jobs.dtypes import overflow_checked
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.predictions import LabelPrediction, TrainedModel, label_predictions
 from hpnlp.training import gradients, run_directory
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import evaluate
@@ -42,6 +43,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 SPEC, RESULT = "trial.json", "result.json"
+LABELLED_BATCHES = 16  # of which the labels of two models are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Measured:
       difference: Difference of the loss of a batch to the baseline's, relative to it; 0 for a training from other weights.
       scores: Held-out scores.
       examples: Held-out scores of the examples; None without.
+      labels: Labels that a classifier predicts for the examples of the first held-out batches; () for other models.
     """
 
     name: str
@@ -138,6 +141,7 @@ class Measured:
     difference: float = 0.0
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
     examples: ExampleScores | None = None
+    labels: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +202,12 @@ class TrialResult:
             values = json.loads((directory / RESULT).read_text("utf-8"))
             models = tuple(
                 Measured(
-                    **{**model, "times": _times(model["times"]), "examples": ExampleScores.read(directory / str(i))}
+                    **{
+                        **model,
+                        "times": _times(model["times"]),
+                        "labels": tuple(model["labels"]),
+                        "examples": ExampleScores.read(directory / str(i)),
+                    }
                 )
                 for i, model in enumerate(values["models"])
             )
@@ -314,10 +323,11 @@ class _Process:
         trains = self.trial.workload.program is Program.TRAINING
         is_same = model is not baseline and _is_same(model, baseline)
         scores: Mapping[str, float] = {}
-        examples = None
+        examples, labels = None, ()
         is_wanted = model is not baseline or not self.trial.candidates
         if self.trial.scored and self.trial.has_data and is_wanted and not trains and not is_same:
             scores, examples = self._scores(model.run, model.dataset)
+            labels = self._labels(model.run, model.dataset)
         return Measured(
             model.candidate.name,
             is_same=is_same,
@@ -328,6 +338,7 @@ class _Process:
             difference=abs(model.loss - baseline.loss) / max(abs(baseline.loss), 1e-9),
             scores=scores,
             examples=examples,
+            labels=labels,
         )
 
     def _scores(self, run: Run, dataset: Any) -> tuple[Mapping[str, float], ExampleScores | None]:
@@ -338,6 +349,18 @@ class _Process:
         with overflow_checked(run):
             evaluation = evaluate(trainer, run.params, dataset, config, self.trial.batches)
         return evaluation.scores, evaluation.examples
+
+    def _labels(self, run: Run, dataset: Any) -> tuple[str, ...]:
+        """Labels of the first held-out batches, by which models are compared without knowing what is right."""
+        task = tasks.find(run.config.task)
+        if task.prediction is not LabelPrediction:
+            return ()
+        trained = TrainedModel(run.config, run.model, run.params, run.tokenizer, run.vocabulary.labels or ())
+        labels = []
+        for batch in task.heldout(run.config, dataset, limit=LABELLED_BATCHES):
+            predictions = label_predictions(trained, batch, len(batch["labels"]))
+            labels += [p.label for p, weight in zip(predictions, batch["weights"], strict=True) if weight > 0]
+        return tuple(labels)
 
 
 def trivial_score(config: Config, dataset: Any, batches: int | None, is_normalized: bool) -> float | None:

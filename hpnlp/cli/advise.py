@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -19,12 +20,14 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.advise import Finding
+    from hpnlp.training.config import Config
 
 USAGE = """
 hpnlp advise RUN_OR_CHECKPOINT [--goal=latency|throughput|training|memory|disk] [--keep=0.97] [--budget=10min]
     [--train=20min] [--to=RUN2] [--data.path=PATH] [--section.field=value ...]
 hpnlp advise --config=EXPERIMENT --goal=training|memory [--section.field=value ...]
 hpnlp advise RUN --verify="int8 + model.dtype=bfloat16"
+hpnlp advise RUN --device=h200 [--goal=...]
 
 Measures which techniques make a model faster or smaller on this machine and keep its quality. It times the call that users
 make (predictions, vectors, generated text, the loss of a batch or a training step) of the model as it is and with each
@@ -62,6 +65,9 @@ flags.DEFINE_string(
 )
 flags.DEFINE_string("out", None, "Directory of the report and of the measurements; by default RUN/advise.")
 flags.DEFINE_string("to", None, "Directory to which the recommended model is written, by hpnlp compress.")
+flags.DEFINE_string(
+    "device", None, "Estimate for this device in place of measuring: a100, h100, h200, v5e, v5p, or cpu, this machine."
+)
 flags.DEFINE_string("verify", None, "Row of the report that is measured again, in a new process.")
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -84,9 +90,16 @@ def run(argv: Sequence[str]) -> None:
     seconds, train_seconds = _seconds("budget", f.budget), _seconds("train", f.train) if f.train else 0.0
     if f.verify:
         names = ("goal", "keep", "budget", "batch_size", "batches", "only", "exclude", "train", "to")
-        cli.refuse(names, "with --verify, which measures a row as its report did: leave it out")
+        cli.refuse([*names, "device"], "with --verify, which measures a row as its report did: leave it out")
+    if f.device:
+        names = ("keep", "budget", "batches", "train", "to")
+        cli.refuse(names, "with --device, which measures nothing: leave it out")
     # A run does not name its experiment.
     flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)
+    if f.config and f.device:
+        _check_untrained(arguments)
+        _estimate(_resolved(overrides), {}, Path(f.out) if f.out else None)
+        return
     if f.config is None:
         source = Path(cli.named_run(arguments, "hpnlp advise RUN", "workdir"))
         directory = Path(f.out) if f.out else source / "advise"
@@ -107,6 +120,9 @@ def run(argv: Sequence[str]) -> None:
     check_run(workdir, " and no Hugging Face checkpoint")
     config = load_config(workdir)
     changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
+    if f.device:
+        _estimate(workdir, changes, directory)
+        return
     settings = AdviseSettings(
         goal=Goal(f.goal),
         keep=f.keep,
@@ -161,22 +177,52 @@ def _seconds(flag: str, text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def _estimate(source: Path | Config, changes: dict[str, Any], directory: Path | None) -> None:
+    """Prints the estimates for --device, and writes them where there is a directory."""
+    f = cli.FLAGS
+    from hpnlp.advise import AdviseSettings, Goal, estimates
+
+    settings = AdviseSettings(
+        goal=Goal(f.goal),
+        batch_size=f.batch_size,
+        only=_names(f.only),
+        exclude=_names(f.exclude),
+        changes=changes,
+    )
+    log = functools.partial(print, file=sys.stderr, flush=True)
+    result = estimates.estimate(source, f.device, settings, directory=directory, log=log)
+    print(estimates.render(result))
+    if directory is not None:
+        print(f"written: {', '.join(map(str, estimates.write(result, directory)))}")
+
+
+def _check_untrained(arguments: Sequence[str]) -> None:
+    if arguments or cli.FLAGS.workdir:
+        raise InputError("RUN and --config both name a model: leave out one of them")
+
+
+def _resolved(overrides: Sequence[str]) -> Config:
+    """The config of --config."""
+    cli.prepare_jax()
+    from hpnlp.training import config
+
+    return config.resolve(experiment.read(experiment.start(cli.FLAGS.config, overrides), overrides))
+
+
 def _untrained(arguments: Sequence[str], overrides: Sequence[str]) -> tuple[Path, Path]:
     """`(run after one step, directory of the report)` of an experiment."""
     f = cli.FLAGS
-    if arguments or f.workdir:
-        raise InputError("RUN and --config both name a model: leave out one of them")
+    _check_untrained(arguments)
     if f.goal not in ("training", "memory"):
         raise InputError(f"--goal={f.goal} needs a trained model, and --config={f.config} has none: name a run")
     if not f.out:
         raise InputError("--config needs a directory for the report: add --out=DIR")
     directory = Path(f.out)
     target = directory / "untrained"
-    cli.prepare_jax()
+    resolved = _resolved(overrides)
 
     from hpnlp.training import config, loop
 
-    resolved = config.resolve(experiment.read(experiment.start(f.config, overrides), overrides))
     print(f"{f.config}: one step, to {target}", flush=True)
     # A run that has made its step is left as it is, and one of another experiment raises an error.
     one_step = config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0})

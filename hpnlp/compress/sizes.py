@@ -57,18 +57,36 @@ def planned_sizes(config: Any, shapes: Any, stages: Sequence[Stage], step: int =
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     yield _size(ORIGINAL, shapes, step, prunes=False)
-    outline, prunes = Calibration(_no_gradients, is_outline=True), False
+    prunes = False
     for stage in stages:
-        configs: list[Any] = []
-
-        def apply(weights: Any, stage: Stage = stage, config: Any = config, configs: list[Any] = configs) -> Any:
-            new_config, result = stage.compress(config, weights, outline)
-            configs.append(new_config)
-            return result
-
-        shapes = jax.eval_shape(apply, shapes)
-        config, prunes = configs[-1], prunes or stage.text.startswith("magnitude")
+        config, shapes = planned_weights(config, shapes, stage)
+        prunes = prunes or stage.text.startswith("magnitude")
         yield _size(stage.text, shapes, step, prunes)
+
+
+def planned_weights(config: Any, shapes: Any, stage: Stage) -> tuple[Any, Any]:
+    """The model after a stage, without weights.
+
+    Args:
+      config: Config of the model.
+      shapes: Shapes of its weights.
+      stage: The stage.
+
+    Returns:
+      The config and the shapes of the weights after it.
+
+    Raises:
+      InputError: As `planned_sizes`.
+    """
+    outline, configs = Calibration(_no_gradients, is_outline=True), []
+
+    def apply(weights: Any) -> Any:
+        new_config, result = stage.compress(config, weights, outline)
+        configs.append(new_config)
+        return result
+
+    shapes = jax.eval_shape(apply, shapes)
+    return configs[-1], shapes
 
 
 def file_sizes(path: str | os.PathLike[str], stage: str) -> Size:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpnlp.advise import AdviseSettings, Goal, advise, report
+from hpnlp.advise import AdviseSettings, Goal, advise, report, techniques
 from hpnlp.advise import search as searches
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.technique import Needs
@@ -114,7 +114,7 @@ def test_confirmed_findings_keep_their_bounds(trained, fitting, tmp_path, monkey
 
 
 def test_a_trace_that_misses_much_of_the_time_bounds_nothing():
-    technique = next(t for t in searches.techniques(2) if t.name == "mlp(0.5)")
+    technique = next(t for t in techniques(2) if t.name == "mlp(0.5)")
     seconds = {"feed_forward": 0.1, "mixing": 0.4}
     assert searches._bound(technique, TracedTime(seconds, seconds, 0.0)) == pytest.approx(1.25)
     assert searches._bound(technique, TracedTime(seconds, seconds, 0.5)) is None

@@ -59,6 +59,9 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
         ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64, 0)'",
         ("--verify=int8",): "run hpnlp advise without --verify first",
         ("--verify=int8", "--goal=disk"): "--goal=disk has no effect with --verify",
+        ("--device=h300",): "did you mean 'h200'",
+        ("--device=h200", "--keep=0.9"): "--keep=0.9 has no effect with --device",
+        ("--device=h200", "--goal=disk"): "do not depend on the device",
         (f"--to={classifier}",): "already holds a run: choose a new directory",
     }.items():
         outcome = run("advise", classifier, *flags, f"--out={tmp_path / 'x'}")
@@ -68,3 +71,12 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
     assert outcome.code == 2 and "holds no run and no Hugging Face checkpoint (it is empty)" in outcome.err, outcome
     outcome = run("advise", "--config=lm/bytes", "--goal=training")
     assert outcome.code == 2 and "add --out=DIR" in outcome.err, outcome
+
+
+def test_estimates_for_a_device_need_no_accelerator(run, classifier, tmp_path):  # noqa: F811
+    outcome = run("advise", classifier, "--device=h200", "--only=int8,bf16,model.dtype=bfloat16", f"--out={tmp_path}")
+    assert outcome.code == 0 and "Estimates for one h200, which are no measurements" in outcome.out, outcome
+    assert (tmp_path / "estimates-h200.json").exists()
+    training = ["--config=lm/bytes", "--device=v5e", "--goal=training", "--only=model.dtype=bfloat16"]
+    outcome = run("advise", *training)
+    assert outcome.code == 0 and "| model.dtype=bfloat16 |" in outcome.out, outcome
