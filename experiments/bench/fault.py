@@ -1,4 +1,4 @@
-"""The record of a seeded fault, for `faults.py` and `mixer_faults.py`."""
+"""The record of a seeded fault, for `faults.py`, `mixer_faults.py` and `wiring_faults.py`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Each fault is written into a copy of the source tree, and the tests that are likeliest to detect it run until the first failure:
 those of `make test`, and, if they pass, those of `make test-all`. A fault whose text is no longer in its file is an error:
-adapt it to the code. About eight minutes.
+adapt it to the code. About fifteen minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from absl import app, flags
 from fault import Fault
 from mixer_faults import MIXER_FAULTS
+from wiring_faults import WIRING_FAULTS
 
 from hpnlp import measure
 
@@ -413,7 +414,7 @@ def seed(fault: Fault) -> dict[str, Any]:
 
 def main(_: Any) -> None:
     rows = []
-    for fault in (*FAULTS, *MIXER_FAULTS):
+    for fault in (*FAULTS, *MIXER_FAULTS, *WIRING_FAULTS):
         if not FLAGS.only or fault.name in FLAGS.only:
             rows.append(seed(fault))
             print(rows[-1], flush=True)
