@@ -43,7 +43,7 @@ def main(_: list[str]) -> None:
         measured(fixture, workdir / fixture.name, TRIAL if FLAGS.trial else Scale())
     found = {name: json.loads(p.read_text("utf-8")) for name in by_name if (p := workdir / name / ROW).exists()}
     earlier = {} if FLAGS.trial else _earlier(Path(FLAGS.out))
-    rows = list((earlier | found).values())
+    rows = [(earlier | found)[name] for name in by_name if name in earlier | found]
     print(summary(rows), flush=True)
     print(measure.write_result("advise", rows, workdir if FLAGS.trial else FLAGS.out))
 

@@ -148,8 +148,8 @@ def estimated(run: Path, settings: AdviseSettings, entries: Sequence[Entry]) -> 
     rows = {row.name: row.ratio for row in estimate(run, HERE, settings).rows}
     measured_ratios = {e.candidate.name: e.ratio.median for e in entries if e.ratio is not None}
     pairs = {name: [rows[name], ratio] for name, ratio in measured_ratios.items() if name in rows}
-    if not pairs:
-        return {"pairs": pairs}
+    if len(pairs) < 3:  # ranks of two say nothing
+        return {"pairs": {}}
     first, second = np.array(list(pairs.values())).T
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
     within = float((np.abs(first / second - 1) <= 0.3).mean())

@@ -1,4 +1,4 @@
-"""Seeded faults between operations and the modules that call them: keys, padding, scales, options and states over many steps."""
+"""Seeded faults between operations and the modules that call them: keys, padding, scales, options, states over many steps."""
 
 from __future__ import annotations
 

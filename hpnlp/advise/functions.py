@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import measure
+from hpnlp.advise.trial import first_line
 from hpnlp.cost.flop_count import count_flops, jitted
-from hpnlp.cost.paired_times import LEAST, LOOKS, Ratio, Verdict, compare_times, described
+from hpnlp.cost.paired_times import LEAST, LOOKS, Ratio, TimeComparison, Verdict, compare_times, described
 from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.types import InputError
 
@@ -71,9 +73,14 @@ class FunctionAdvice:
     def render(self) -> str:
         """The measurements as Markdown."""
         rate = f", {three_digits(self.flops / self.seconds / 1e9)} GFLOP/s" if self.flops else ""
+        low, high = (f"{100 * (limit - 1):.0f}" for limit in (self.equal.low, self.equal.high))
+        noise = f" Two equal calls differ by {low} to {high} %." if math.isfinite(self.equal.high) else ""
         lines = [
-            f"A call takes {three_digits(1e3 * self.seconds)} ms{rate} and {three_digits(self.peak_bytes / 1e6)} MB. "
-            f"Two equal calls differ by {100 * (self.equal.low - 1):.0f} to {100 * (self.equal.high - 1):.0f} %.",
+            f"A call takes {three_digits(1e3 * self.seconds)} ms{rate} and {three_digits(self.peak_bytes / 1e6)} MB.{noise}",
+        ]
+        if not self.findings:
+            return f"{lines[0]} No change applies.\n"
+        lines += [
             "",
             "| change | time | results differ by | measured again |",
             "| --- | --- | ---: | --- |",
@@ -99,8 +106,9 @@ def advise_function(
     """Measures which changes make a function faster on this machine.
 
     Args:
-      function: A function of JAX arrays, jitted or not, without side effects. It must not donate its arguments.
-      *arguments: Its arguments, trees of arrays.
+      function: A function of JAX arrays, jitted or not, without side effects. If it is not jitted, all changes are made to the
+        jitted function.
+      *arguments: Its arguments, trees of arrays or numbers. Set static arguments by `functools.partial`.
       batched: Numbers of the arguments whose arrays have examples along the first axis; () to leave the batch as it is.
       rounds: Most paired rounds of each change.
 
@@ -108,40 +116,47 @@ def advise_function(
       The measurements. Whether a difference of the results matters is for the caller to decide.
 
     Raises:
-      InputError: `batched` names no argument, or the function cannot be compiled.
+      InputError: `batched` names no argument, an argument is no array, or the function cannot be compiled or donates its
+        arguments, which no later call could read.
 
     Cost: a compilation and up to 3 x 64 calls for each change; some 10 changes.
     """
     if wrong := [number for number in batched if not 0 <= number < len(arguments)]:
         raise InputError(f"batched={wrong[0]}: the function has {len(arguments)} arguments, of numbers from 0 on")
-    arguments = jax.tree.map(jnp.asarray, arguments)
+    try:
+        arguments = jax.tree.map(jnp.asarray, arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"an argument is no array (set static ones by functools.partial): {first_line(error)}"
+        ) from error
     try:
         compiled = measure.compile(function, *arguments)
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        raise InputError(f"the function cannot be compiled: {str(error).splitlines()[0]:.300}") from error
+        raise InputError(f"the function cannot be compiled: {first_line(error)}") from error
+    if any(info.donated for info in jax.tree.leaves(compiled.executable.args_info)):
+        raise InputError(
+            "the function donates its arguments, which no second call could read: pass it without donate_argnums"
+        )
     expected = jax.block_until_ready(function(*arguments))
     changes, failed, differences = {}, [], {}
     for name, make in _changes(function, arguments, batched):
         try:
             change = make()
             result = jax.block_until_ready(change.call())
-        except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            failed.append(FunctionFinding(name, None, error=str(error).splitlines()[0][:200]))
+            differences[name] = _difference(expected, result) if change.amount == 1 else None
+        except Exception as error:  # such as an assertion of the function on dtypes or shapes
+            failed.append(FunctionFinding(name, None, error=first_line(error)))
             continue
         changes[name] = change
-        differences[name] = _difference(expected, result) if change.amount == 1 else None
-
-    def baseline() -> Any:
-        return function(*arguments)
-
-    measured = _measured(baseline, changes, rounds, differences)
-    faster = [f for f in measured if f.ratio and f.ratio.verdict is Verdict.FASTER and f.ratio.median < 1 - LEAST]
+    times = _compared(function, arguments, changes, rounds)
+    measured = {name: FunctionFinding(name, t.wall, t.cpu, differences[name]) for name, t in times.programs.items()}
+    faster = [
+        f for f in measured.values() if f.ratio and f.ratio.verdict is Verdict.FASTER and f.ratio.median < 1 - LEAST
+    ]
     chosen = {f.name: changes[f.name] for f in sorted(faster, key=_median)[:CONFIRMED]}
-    again = _measured(baseline, chosen, rounds, differences) if chosen else []
-    confirmed = {f.name: dataclasses.replace(f, is_confirmed=True) for f in again}
-    findings = sorted((confirmed.get(f.name, f) for f in measured), key=_median)
-    times = compare_times(baseline, {}, rounds=rounds)
-    assert times.equal is not None
+    for name, t in _compared(function, arguments, chosen, rounds).programs.items() if chosen else ():
+        measured[name] = FunctionFinding(name, t.wall, t.cpu, differences[name], is_confirmed=True)
+    findings = sorted(measured.values(), key=_median)
     try:
         flops = count_flops(function, *arguments)
     except InputError:  # a loop whose length depends on the data
@@ -153,16 +168,17 @@ def _changes(
     function: Callable[..., Any], arguments: Sequence[Any], batched: Sequence[int]
 ) -> Iterator[tuple[str, Callable[[], _Change]]]:
     """Name of each change, and a function that makes it."""
-    compiled = jitted(function)
+    compiled, prefix = jitted(function), ""
     if compiled is not function:
         yield "jax.jit", lambda: _Change(lambda: compiled(*arguments))
+        prefix = "jax.jit + "
     if any(x.dtype == jnp.float32 for x in jax.tree.leaves(arguments)):
         for dtype in (jnp.bfloat16, jnp.float16):
-            yield f"arguments of {jnp.dtype(dtype).name}", functools.partial(_cast, compiled, arguments, dtype)
+            yield f"{prefix}arguments of {jnp.dtype(dtype).name}", functools.partial(_cast, compiled, arguments, dtype)
     for factor in BATCHES if batched else ():
-        yield f"{factor} times the batch", functools.partial(_enlarged, compiled, arguments, batched, factor)
+        yield f"{prefix}{factor} times the batch", functools.partial(_enlarged, compiled, arguments, batched, factor)
     for option, value in OPTIONS.get(jax.default_backend(), {}).items():
-        yield f"{option}={value}", functools.partial(_optioned, compiled, arguments, {option: value})
+        yield f"{prefix}{option}={value}", functools.partial(_optioned, compiled, arguments, {option: value})
 
 
 def _cast(function: Callable[..., Any], arguments: Sequence[Any], dtype: Any) -> _Change:
@@ -183,16 +199,15 @@ def _optioned(function: Any, arguments: Sequence[Any], options: dict[str, Any]) 
     return _Change(lambda: compiled(*arguments))
 
 
-def _measured(
-    baseline: Callable[[], Any], changes: dict[str, _Change], rounds: int, differences: dict[str, float | None]
-) -> list[FunctionFinding]:
-    times = compare_times(
-        baseline,
+def _compared(
+    function: Callable[..., Any], arguments: Sequence[Any], changes: Mapping[str, _Change], rounds: int
+) -> TimeComparison:
+    return compare_times(
+        lambda: function(*arguments),
         {name: change.call for name, change in changes.items()},
         rounds=rounds,
         amounts={name: change.amount for name, change in changes.items()},
     )
-    return [FunctionFinding(name, t.wall, t.cpu, differences[name]) for name, t in times.programs.items()]
 
 
 def _median(finding: FunctionFinding) -> float:
@@ -200,10 +215,24 @@ def _median(finding: FunctionFinding) -> float:
 
 
 def _difference(expected: Any, actual: Any) -> float:
-    """The largest difference of two results, relative to the largest number of each array."""
+    """The largest difference of two results, relative to the largest finite number of each array.
+
+    Equal infinities and NaNs do not differ, and other ones, or numbers beside zeros, differ infinitely.
+    """
     largest = 0.0
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        difference = np.abs(a - b).max(initial=0.0) / max(np.abs(a).max(initial=0.0), 1e-30)
-        largest = max(largest, float(difference) if np.isfinite(difference) else float("inf"))
+    for a, b in zip(map(_numbers, jax.tree.leaves(expected)), map(_numbers, jax.tree.leaves(actual)), strict=True):
+        is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+        with np.errstate(invalid="ignore"):
+            difference = float(np.where(is_equal, 0.0, np.abs(a - b)).max(initial=0.0))
+        scale = float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+        if difference:
+            largest = max(largest, difference / scale if scale and math.isfinite(difference) else math.inf)
     return largest
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """An array in double precision; of keys of random numbers, their data."""
+    array = jnp.asarray(array)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)

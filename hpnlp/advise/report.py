@@ -131,8 +131,8 @@ def _compared(advice: Advice) -> Iterator[str]:
     count = len(original.examples.identity)
     name = trivial_name(metric)
     trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
-    path = flat(advice.config).get("data.path")
-    score = f"held-out {metric} {original.scores[metric]:.4f}{f' of {path}' if path else ''}"
+    path = flat(advice.config).get("data.heldout_path") or flat(advice.config).get("data.path")
+    score = f"held-out {metric} {original.scores[metric]:.4f}{f' on {path}' if path else ''}"
     yield f"Quality: {score}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
     if metric == "accuracy" and gain and advice.recommended is None:
@@ -341,9 +341,9 @@ def to_json(advice: Advice) -> dict[str, Any]:
 
 
 def _values(finding: Finding) -> dict[str, Any]:
-    """A finding without the scores of single examples."""
-    measured = finding.measured
-    plain = dataclasses.replace(finding, measured=dataclasses.replace(measured, examples=None) if measured else None)
+    """A finding without the scores and labels of single examples."""
+    measured = finding.measured and dataclasses.replace(finding.measured, examples=None, labels=())
+    plain = dataclasses.replace(finding, measured=measured)
     return {"name": finding.candidate.name, **dataclasses.asdict(plain)}
 
 
@@ -390,17 +390,18 @@ def _draw_ratios(axes: Axes, advice: Advice, shown: Sequence[Finding]) -> None:
 
 
 def _draw_quality(axes: Axes, advice: Advice, judged: Sequence[Finding]) -> None:
-    """The gain of each candidate and the quality that it keeps, down to the lower limit."""
-    least = min(advice.settings.keep, *(f.quality.retention for f in judged if f.quality)) - 0.05
-    for number, finding in enumerate(judged, 1):
+    """The gain of each candidate and the quality that it keeps, down to the lower limit; shares below 0 are drawn at 0."""
+    shares = [max(f.quality.retention, 0.0) for f in judged if f.quality]
+    least = min(advice.settings.keep, *shares) - 0.05
+    for number, (finding, share) in enumerate(zip(judged, shares, strict=True), 1):
         ratio, quality = finding.ratio, finding.quality
         assert ratio is not None and quality is not None
         colour, gain = _colour(advice, finding), 1 / ratio.median
-        axes.plot([gain, gain], [max(quality.low, least), quality.retention], color=colour, linewidth=2)
+        axes.plot([gain, gain], [max(quality.low, least), share], color=colour, linewidth=2)
         if math.isfinite(ratio.high):
-            axes.plot([1 / ratio.high, 1 / ratio.low], [quality.retention] * 2, color=colour, linewidth=2)
-        axes.plot(gain, quality.retention, "o", color=colour, label=f"{number} {finding.candidate.name}")
-        axes.annotate(str(number), (gain, quality.retention), (4, 4), textcoords="offset points", fontsize=8)
+            axes.plot([1 / ratio.high, 1 / ratio.low], [share] * 2, color=colour, linewidth=2)
+        axes.plot(gain, share, "o", color=colour, label=f"{number} {finding.candidate.name}")
+        axes.annotate(str(number), (gain, share), (4, 4), textcoords="offset points", fontsize=8)
     axes.axhline(advice.settings.keep, color="0.4", linewidth=0.9, linestyle="--")
     axes.set(xlabel="gain (times)", ylabel="quality that is kept, down to its lower limit", ylim=(least, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")

@@ -255,6 +255,7 @@ class _Search:
                 model.times.cpu if model.times else None,
                 model.error,
                 measured=model,
+                agreement=self._agreement(model),
             )
 
     def _ratio(self, result: TrialResult, number: int) -> Ratio | None:
@@ -379,7 +380,7 @@ class _Search:
             return dataclasses.replace(finding, error=errors.get(name) or errors.get(Candidate().name, "no scores"))
         worst = min(known, key=lambda quality: quality.low)
         kept = all(quality.verdict is QualityVerdict.KEPT for quality in known)
-        return dataclasses.replace(finding, quality=worst, is_kept=kept, steps=steps)
+        return dataclasses.replace(finding, quality=worst, is_kept=kept, steps=steps, agreement=None)
 
     @property
     def _batch_size(self) -> int:
@@ -396,12 +397,7 @@ class _Search:
             if not larger or self._spent > STACK_SHARE:
                 break
             self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
-            try:
-                result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
-            except InputError as error:
-                self.log(f"{stack.name} alone cannot be measured: {error}")
-                break
-            findings = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
+            findings = [f for f in self._beside(stack, larger) if f.is_faster]
             if not self._trains and findings:
                 scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
                 kept = [self._quality(model, selects=True) for model in scored.models[1:]]
@@ -422,9 +418,17 @@ class _Search:
             for left_out in names[:-1]
         ]
         self.log(f"leaving out of {stack.name}: {', '.join(names[:-1])}")
-        result = self.trials.run(self._trial(smaller, SCREEN, baseline=stack))
-        equal = (f for f in _ordered(list(self._findings(smaller, result))) if f.ratio is not None)
-        return next((f.candidate for f in equal if f.ratio and f.ratio.verdict in NOT_SLOWER), stack)
+        findings = self._beside(stack, smaller)
+        return next((f.candidate for f in findings if f.ratio and f.ratio.verdict in NOT_SLOWER), stack)
+
+    def _beside(self, stack: Candidate, candidates: Sequence[Candidate]) -> list[Finding]:
+        """Few rounds of candidates beside a stack, the largest gain first; none if the stack cannot be measured again."""
+        try:
+            result = self.trials.run(self._trial(candidates, SCREEN, baseline=stack))
+        except InputError as error:
+            self.log(f"{stack.name} alone cannot be measured: {error}")
+            return []
+        return _ordered(list(self._findings(candidates, result)))
 
     def _confirm(self, stack: Candidate, good: Sequence[Finding]) -> list[Finding]:
         """New rounds in a new process, and the quality on the other half of the examples, of the best candidates."""
@@ -436,10 +440,6 @@ class _Search:
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         before = {f.candidate.name: f for f in good}
-        findings = [
-            dataclasses.replace(f, agreement=self._agreement(model))
-            for f, model in zip(findings, result.models[1:], strict=True)
-        ]
         findings = [
             dataclasses.replace(f, needs=earlier.needs, bound=earlier.bound)
             if (earlier := before.get(f.candidate.name)) is not None
@@ -491,7 +491,7 @@ def _recommended(accepted: Sequence[Finding]) -> Finding | None:
     if best is None:
         return None
     near = [f for f in accepted if _gain(f) * (1 + LEAST) >= _gain(best)]
-    return min(near, key=lambda f: (len(f.candidate.techniques), f.is_trained, bool(f.candidate.recipe), -_gain(f)))
+    return min(near, key=lambda f: (f.is_trained, len(f.candidate.techniques), bool(f.candidate.recipe), -_gain(f)))
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:

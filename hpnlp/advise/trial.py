@@ -30,6 +30,7 @@ from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.cost.paired_times import PairedTimes, Ratio, Usage, Verdict, compare_times, ratio
 from hpnlp.cost.traced_time import TracedTime
+from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.jobs.dtypes import overflow_checked
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.predictions import LabelPrediction, TrainedModel, label_predictions
@@ -43,7 +44,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 SPEC, RESULT = "trial.json", "result.json"
-LABELLED_BATCHES = 16  # of which the labels of two models are compared
+LABELLED_BATCHES = 16  # most held-out batches whose predicted labels are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Measured:
       difference: Difference of the loss of a batch to the baseline's, relative to it; 0 for a training from other weights.
       scores: Held-out scores.
       examples: Held-out scores of the examples; None without.
-      labels: Labels that a classifier predicts for the examples of the first held-out batches; () for other models.
+      labels: Labels that a classifier predicts for the examples of some held-out batches; () for other models.
     """
 
     name: str
@@ -277,7 +278,7 @@ class _Process:
             try:
                 models[str(number)] = self._model(candidate)
             except (InputError, MemoryError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-                errors[str(number)] = _first_line(error)
+                errors[str(number)] = first_line(error)
         different = {name: model for name, model in models.items() if not _is_same(model, baseline)}
         comparison = None
         if trial.rounds and baseline.call is not None:
@@ -351,15 +352,18 @@ class _Process:
         return evaluation.scores, evaluation.examples
 
     def _labels(self, run: Run, dataset: Any) -> tuple[str, ...]:
-        """Labels of the first held-out batches, by which models are compared without knowing what is right."""
+        """Predicted labels of held-out examples, by which models are compared; also of examples without a label."""
         task = tasks.find(run.config.task)
         if task.prediction is not LabelPrediction:
             return ()
         trained = TrainedModel(run.config, run.model, run.params, run.tokenizer, run.vocabulary.labels or ())
         labels = []
         for batch in task.heldout(run.config, dataset, limit=LABELLED_BATCHES):
-            predictions = label_predictions(trained, batch, len(batch["labels"]))
-            labels += [p.label for p, weight in zip(predictions, batch["weights"], strict=True) if weight > 0]
+            weights = batch.get(TEACHER_WEIGHTS, batch.get("weights"))
+            if weights is None:  # a task of other batches, outside of the library
+                return ()
+            predictions = label_predictions(trained, batch, len(weights))
+            labels += [p.label for p, weight in zip(predictions, weights, strict=True) if weight > 0]
         return tuple(labels)
 
 
@@ -422,7 +426,15 @@ def _file_bytes(run: Run) -> int:
         return path.stat().st_size
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error, or the name of its class.
+
+    Args:
+      error: The error.
+
+    Returns:
+      At most 300 characters.
+    """
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

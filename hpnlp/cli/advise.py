@@ -28,6 +28,7 @@ hpnlp advise RUN_OR_CHECKPOINT [--goal=latency|throughput|training|memory|disk] 
 hpnlp advise --config=EXPERIMENT --goal=training|memory [--section.field=value ...]
 hpnlp advise RUN --verify="int8 + model.dtype=bfloat16"
 hpnlp advise RUN --device=h200 [--goal=...]
+hpnlp advise --config=EXPERIMENT --device=h200 [--goal=...]
 
 Measures which techniques make a model faster or smaller on this machine and keep its quality. It times the call that users
 make (predictions, vectors, generated text, the loss of a batch or a training step) of the model as it is and with each
@@ -94,6 +95,7 @@ def run(argv: Sequence[str]) -> None:
     if f.device:
         names = ("keep", "budget", "batches", "train", "to")
         cli.refuse(names, "with --device, which measures nothing: leave it out")
+        _check_device(f.device)
     # A run does not name its experiment.
     flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)
     if f.config and f.device:
@@ -194,6 +196,13 @@ def _estimate(source: Path | Config, changes: dict[str, Any], directory: Path | 
     print(estimates.render(result))
     if directory is not None:
         print(f"written: {', '.join(map(str, estimates.write(result, directory)))}")
+
+
+def _check_device(name: str) -> None:
+    from hpnlp import planner
+    from hpnlp.spec import lookup
+
+    lookup({**planner.DEVICES, "cpu": None}, name, "--device")
 
 
 def _check_untrained(arguments: Sequence[str]) -> None:

@@ -1,9 +1,13 @@
 """The words of a report of `hpnlp advise`."""
 
 import dataclasses
+import types
 
-from hpnlp.advise import AdviseSettings, report
-from hpnlp.advise.kept_quality import KeptQuality, subset
+import numpy as np
+
+from hpnlp.advise import AdviseSettings, report, trial
+from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality, subset
+from hpnlp.tasks.predictions import LabelPrediction
 from hpnlp.training.config import default, resolve
 from tests.advise.test_search import searched, trained  # noqa: F401  (fixture)
 
@@ -32,3 +36,37 @@ def test_too_few_examples_are_counted_by_the_answers_that_differ(trained):  # no
     assert "--keep=0.97 needs about 4,500 in each half: leave out --batches, or lower --keep." in text
     assert "| technique | time (unchanged: 1) |" in text and "| 100 %, at least 79.4 % | loss not excluded |" in text
     assert "the search took 15.0 min of 10.0" in text
+
+
+def test_equal_labels_are_a_column_and_the_labels_stay_in_the_trial(trained):  # noqa: F811
+    advice, _ = searched(trained, settings=AdviseSettings(only=("int8",)), ratios={"int8": 0.5})
+    assert "equal labels" not in report.render(advice)
+    (finding,) = advice.findings
+    finding = dataclasses.replace(
+        finding,
+        agreement=EqualPredictions(0.75, 0.5, 4),
+        measured=dataclasses.replace(finding.measured, labels=tuple("abca")),
+    )
+    advice = dataclasses.replace(advice, findings=[finding])
+    assert "| equal labels | verdict |" in report.render(advice) and "| 75 % |" in report.render(advice)
+    values = report.to_json(advice)["findings"][0]
+    assert values["agreement"]["share"] == 0.75 and not values["measured"]["labels"]
+
+
+def test_labels_are_predicted_for_examples_without_a_label_and_not_for_padding(monkeypatch):
+    def labelled(batches, prediction=LabelPrediction):
+        task = types.SimpleNamespace(prediction=prediction, heldout=lambda config, dataset, limit: batches[:limit])
+        monkeypatch.setattr(trial.tasks, "find", lambda name: task)
+        vocabulary = types.SimpleNamespace(labels=("a", "b"))
+        run = types.SimpleNamespace(
+            config=types.SimpleNamespace(task="x"), model=None, params=None, tokenizer=None, vocabulary=vocabulary
+        )
+        return trial._Process._labels(None, run, None)
+
+    def predictions(model, batch, count):
+        return [LabelPrediction(model.labels[i % 2], 1.0, {}) for i in range(count)]
+
+    monkeypatch.setattr(trial, "label_predictions", predictions)
+    unlabelled = {"weights": np.array([1.0, 0.0, 0.0]), "teacher_weights": np.array([1.0, 1.0, 0.0])}
+    assert labelled([unlabelled, {"weights": np.array([1.0, 0.0])}]) == ("a", "b", "a")
+    assert labelled([{"weights": np.zeros(2)}]) == labelled([{"tokens": np.zeros(2)}]) == labelled([], None) == ()

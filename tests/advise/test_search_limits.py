@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpnlp.advise import AdviseSettings, Goal, advise, report, techniques
+from hpnlp.advise import AdviseSettings, Finding, Goal, advise, report, techniques
 from hpnlp.advise import search as searches
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.technique import Needs
@@ -16,6 +16,7 @@ from hpnlp.advise.trial import _is_same, _Model
 from hpnlp.advise.trials import saved_weights
 from hpnlp.advise.workload import TimedCall
 from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.cost.paired_times import Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import TemporaryError
 from hpnlp.jobs.compression.versions import CalibrationData
@@ -62,6 +63,7 @@ def test_a_trained_recipe_is_recommended_with_its_steps(trained, fitting, tmp_pa
     best, steps = advice.recommended, trials.arms[0].steps
     assert 1 < steps <= 10 and len(trials.arms) == 4  # steps of a second or more
     assert best.steps == steps and best.is_confirmed and best.needs is Needs.TRAINING
+    assert best.agreement is None  # labels were compared before the training only
     text = report.render(advice)
     assert f"after {steps} steps, beside the unchanged model" in text
     assert f"--recipe=heads(0.5)' --finetune={steps} --data.batch_size=4" in text
@@ -148,6 +150,35 @@ def test_one_held_out_example_shows_nothing(trained, fitting, tmp_path):  # noqa
     assert (
         search(trained, tmp_path, OneExample(Path("unused"), ratios={"int8": 0.5}), only=("int8",)).recommended is None
     )
+
+
+def test_of_equal_gains_the_least_change_is_recommended():
+    def finding(names, median, **values):
+        return Finding(Candidate(names, "recipe"), Ratio(median, median, median, Verdict.FASTER), **values)
+
+    pair, single = finding(("a", "b"), 0.500), finding(("a",), 0.505)
+    trained_single, slower = finding(("c",), 0.499, steps=9), finding(("a",), 0.52)
+    assert searches._recommended([pair, trained_single, single]) is single
+    assert searches._recommended([pair, trained_single, slower]) is pair and searches._recommended([]) is None
+
+
+def test_a_technique_that_slows_a_stack_is_left_out(trained, fitting, tmp_path):  # noqa: F811
+    class Interacting(WithTraining):
+        """mlp(0.5) and int8 gain more together than alone, and less with heads(0.5), the fastest alone."""
+
+        def run(self, trial):
+            def effective(candidate):
+                if not {"mlp(0.5)", "int8"} <= set(candidate.techniques):
+                    return candidate
+                slowed = ("slowed",) if "heads(0.5)" in candidate.techniques else ()
+                return dataclasses.replace(candidate, techniques=("mlp(0.5)", "int8", "together", *slowed))
+
+            candidates = tuple(map(effective, trial.candidates))
+            return super().run(dataclasses.replace(trial, baseline=effective(trial.baseline), candidates=candidates))
+
+    ratios = {"heads(0.5)": 0.5, "mlp(0.5)": 0.6, "int8": 0.8, "together": 0.4, "slowed": 1.2}
+    advice = search(trained, tmp_path, Interacting(Path("unused"), ratios=ratios), only=tuple(ratios)[:3])
+    assert set(advice.recommended.candidate.techniques) == {"mlp(0.5)", "int8"}
 
 
 def test_invalid_settings_and_a_second_search_raise(trained, tmp_path):  # noqa: F811

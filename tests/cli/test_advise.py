@@ -76,7 +76,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
 def test_estimates_for_a_device_need_no_accelerator(run, classifier, tmp_path):  # noqa: F811
     outcome = run("advise", classifier, "--device=h200", "--only=int8,bf16,model.dtype=bfloat16", f"--out={tmp_path}")
     assert outcome.code == 0 and "Estimates for one h200, which are no measurements" in outcome.out, outcome
-    assert (tmp_path / "estimates-h200.json").exists()
+    assert (tmp_path / "estimates-h200-latency.json").exists()
     training = ["--config=lm/bytes", "--device=v5e", "--goal=training", "--only=model.dtype=bfloat16"]
     outcome = run("advise", *training)
     assert outcome.code == 0 and "| model.dtype=bfloat16 |" in outcome.out, outcome
