@@ -20,9 +20,10 @@ from hpnlp.advise.search import SEEDS
 from hpnlp.advise.trial import Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program
+from hpnlp.compress.weights_file import has_weights
 from hpnlp.cost.paired_times import GROUP, LEAST, Ratio, Verdict
 from hpnlp.errors import InputError
-from hpnlp.planner.compressed import saved_step
+from hpnlp.planner.compressed import run_outline, saved_step
 from hpnlp.training.config import flat
 from hpnlp.training.files.example_scores import ExampleScores
 
@@ -111,14 +112,14 @@ class ExhaustiveSet:
     def _techniques(self) -> list[Technique]:
         """Techniques of the goal that fit the run, as far as the settings let them be judged."""
         layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
-        result = []
+        result, outline = [], None if has_weights(self.advice.run) else run_outline(self.advice.run)
         for technique in self.settings.table or techniques(layers):
             if self.settings.goal not in technique.goals:
                 continue
             needs_new_model = not technique.is_recipe and technique.needs is not Needs.NOTHING
             if needs_new_model and not self.trains and not self.settings.train_seconds:
                 continue
-            if not (self.trains and technique.is_recipe) and not technique.refusal(self.advice.run, self.config):
+            if not (self.trains and technique.is_recipe) and not technique.refusal(outline, self.config):
                 result.append(technique)
         return result[: self.most]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,11 @@ class Finding:
     def is_trained(self) -> bool:
         """Whether the quality is that after a training."""
         return self.steps > 0
+
+    @property
+    def gain(self) -> float:
+        """Factor by which it is faster or smaller, for an order; -inf if it could not be measured."""
+        return 1 / self.ratio.median if self.ratio is not None else -math.inf
 
     @property
     def is_faster(self) -> bool:

@@ -45,7 +45,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 HERE = "cpu"  # name of this machine, whose rates are measured
-SHARE = 0.9  # of the techniques, whose measured ratios lie within the stated interval of their estimates
+SHARE = 0.9  # Share of the techniques whose measured ratios lie within the stated interval of their estimates
 FEWEST = 5  # measured techniques, of which an error is stated
 
 
@@ -228,7 +228,7 @@ class _Estimator:
         if not technique.is_recipe:
             reads_data = any(name.startswith("data.") for name in technique.changes)
             unknown = "its gain depends on the lengths of the examples, which are not read" if reads_data else ""
-            return technique.refusal("", self.config) or unknown
+            return technique.refusal(None, self.config) or unknown
         if self.workload.program is Program.TRAINING:
             return "it changes the weights of a trained model, and not a training step"
         return "" if self.stored is None else "the run is compressed already: name the run that it was made of"

@@ -28,11 +28,13 @@ from hpnlp.advise.techniques import wanted
 from hpnlp.advise.trial import Measured, Trial, TrialResult, trivial_name, wall_ratio
 from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload, default_workload
+from hpnlp.compress.weights_file import has_weights
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
 from hpnlp.jobs.evaluate_run import changed_config
 from hpnlp.jobs.profile.profile_run import LEAST_COVERAGE
+from hpnlp.planner.compressed import run_outline
 from hpnlp.training.config import flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
@@ -128,7 +130,7 @@ class _Search:
         confirmed = self._confirm(stack, good)
         by_name |= {finding.candidate.name: finding for finding in confirmed}
         accepted = [f for f in confirmed if f.is_faster and f.is_kept]
-        findings = sorted(by_name.values(), key=_gain, reverse=True)
+        findings = sorted(by_name.values(), key=lambda f: f.gain, reverse=True)
         return Advice(
             str(self.path),
             self.config,
@@ -208,13 +210,14 @@ class _Search:
     ) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
         """Techniques to try, the most promising first; and those that are not tried."""
         chosen, bounded, refused, untrained, present = [], {}, {}, [], flat(self.config)
+        outline = None if has_weights(self.path) else run_outline(self.path)
         for technique in listed:
             needs_new_model = not technique.is_recipe and technique.needs is not Needs.NOTHING
             if technique.changes and technique.changes.items() <= present.items():
                 continue
             elif needs_new_model and not self._trains and not self.settings.train_seconds:
                 untrained.append(technique.name)
-            elif reason := technique.refusal(self.path, self.config):
+            elif reason := technique.refusal(outline, self.config):
                 refused[technique.name] = reason
             elif (bound := _bound(technique, traced)) is not None and bound < SMALL_BOUND:
                 bounded[technique.name] = bound
@@ -480,20 +483,15 @@ def _joined(stack: Candidate, technique: Technique) -> Candidate | None:
         return None
 
 
-def _gain(finding: Finding) -> float:
-    """Order of findings: the reciprocal of the ratio; least where it could not be measured."""
-    return 1 / finding.ratio.median if finding.ratio is not None else -math.inf
-
-
 def _recommended(accepted: Sequence[Finding]) -> Finding | None:
     """The finding with the largest gain; of those that gain as much, the one that changes least."""
-    best = max(accepted, key=_gain, default=None)
+    best = max(accepted, key=lambda f: f.gain, default=None)
     if best is None:
         return None
-    near = [f for f in accepted if _gain(f) * (1 + LEAST) >= _gain(best)]
-    return min(near, key=lambda f: (f.is_trained, len(f.candidate.techniques), bool(f.candidate.recipe), -_gain(f)))
+    near = [f for f in accepted if f.gain * (1 + LEAST) >= best.gain]
+    return min(near, key=lambda f: (f.is_trained, len(f.candidate.techniques), bool(f.candidate.recipe), -f.gain))
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings, the largest gain first."""
-    return sorted(findings, key=_gain, reverse=True)
+    return sorted(findings, key=lambda f: f.gain, reverse=True)

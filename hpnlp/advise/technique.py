@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hpnlp import tasks
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.nn.output import is_normalized
-from hpnlp.planner import compressed
+from hpnlp.planner.compressed import ModelOutline
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.types import InputError
 
@@ -66,22 +65,20 @@ class Technique:
         """Whether the technique changes the weights of a trained model, by `hpnlp compress`."""
         return not self.changes
 
-    def refusal(self, workdir: str | Path, config: Config) -> str:
+    def refusal(self, outline: ModelOutline | None, config: Config) -> str:
         """The reason why a run cannot have the technique.
 
         Args:
-          workdir: The run directory.
-          config: Its config.
+          outline: The model of the run without its weights; None for a compressed run.
+          config: Config of the run.
 
         Returns:
           The reason, "" if there is none. Some reasons show only when the changed model is built.
         """
         if self.is_recipe:
-            try:
-                compressed.sizes_of_run(workdir, self.name)
-            except InputError as error:
-                return str(error).removeprefix(f"{self.name}: ")
-            return ""
+            if outline is None:
+                return "the run is compressed already: name the run that it was made of"
+            return outline.refusal(self.name).removeprefix(f"{self.name}: ")
         values = flat(config)
         if unknown := [name for name in self.changes if name not in values]:
             return f"{config.task} has no {unknown[0]}"

@@ -53,12 +53,17 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.advise import Goal, techniques
+    from hpnlp.compress.weights_file import has_weights
+    from hpnlp.planner.compressed import run_outline
     from hpnlp.training.config_file import load_config
 
     config = load_config(workdir) if workdir else None
     layers = config.model.layers if config and "layers" in vars(config.model) else 4
     listed = [t for t in techniques(layers) if f.goal is None or Goal(f.goal) in t.goals]
-    refusals = {t.name: t.refusal(workdir, config) for t in listed} if workdir and config else {}
+    refusals = {}
+    if workdir and config:
+        outline = None if has_weights(workdir) else run_outline(workdir)
+        refusals = {t.name: t.refusal(outline, config) for t in listed}
     applicable = [t for t in listed if not refusals.get(t.name)]
     print(_listing(applicable, _bounds(applicable, workdir, f.goal)))
     if workdir:

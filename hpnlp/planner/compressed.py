@@ -6,11 +6,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpnlp import tasks
 from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.compress.recipe import parse_recipe
-from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes
+from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes, planned_weights
 from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
@@ -21,6 +22,54 @@ from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOutline:
+    """A model without its weights.
+
+    Attributes:
+      config: Its config.
+      shapes: Shapes of its weights.
+      step: Step of its checkpoint.
+    """
+
+    config: Any
+    shapes: Any
+    step: int
+
+    def sizes(self, recipe: str) -> list[Size]:
+        """Sizes of the model after each stage of a recipe, first those of the original. Raises InputError."""
+        return list(planned_sizes(self.config, self.shapes, parse_recipe(recipe) if recipe else [], self.step))
+
+    def refusal(self, recipe: str) -> str:
+        """The reason why the model cannot have the stages of a recipe, "" if there is none."""
+        config, shapes = self.config, self.shapes
+        try:
+            for stage in parse_recipe(recipe):
+                config, shapes = planned_weights(config, shapes, stage)
+        except InputError as error:
+            return str(error)
+        return ""
+
+
+def run_outline(workdir: str | Path) -> ModelOutline:
+    """The model of a run, without its weights, its teacher and its training of other weights.
+
+    Args:
+      workdir: The run directory, of which the config, the vocabulary and the steps of the checkpoints are read.
+
+    Returns:
+      The outline.
+
+    Raises:
+      InputError: The directory holds no run, or a compressed one.
+    """
+    config = load_config(workdir)
+    if has_weights(workdir):
+        raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
+    sizes = run_directory.load_vocabulary(workdir, config).sizes
+    return _outline(config, sizes, saved_step(workdir, config))
 
 
 def sizes_of_config(config: Config, recipe: str) -> list[Size]:
@@ -36,7 +85,7 @@ def sizes_of_config(config: Config, recipe: str) -> list[Size]:
     Raises:
       InputError: The recipe is invalid, does not fit the model, or has sizes that depend on the weights.
     """
-    return _planned(config, tasks.find(config.task).planned_sizes(config), recipe, config.train.steps)
+    return _outline(config, tasks.find(config.task).planned_sizes(config), config.train.steps).sizes(recipe)
 
 
 def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
@@ -53,12 +102,9 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
     Raises:
       InputError: The directory holds no run, or see `sizes_of_config`.
     """
-    config = load_config(workdir)
-    if not has_weights(workdir):
-        sizes = run_directory.load_vocabulary(workdir, config).sizes
-        return _planned(config, sizes, recipe, saved_step(workdir, config))
-    if recipe:
-        raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
+    if recipe or not has_weights(workdir):
+        return run_outline(workdir).sizes(recipe)
+    load_config(workdir)  # raises
     return [file_sizes(Path(workdir) / WEIGHTS_FILE, _stated_recipe(Path(workdir)))]
 
 
@@ -117,15 +163,14 @@ def saved_step(workdir: str | Path, config: Config) -> int:
         checkpoints.close()
 
 
-def _planned(config: Config, sizes: Sizes, recipe: str, step: int) -> list[Size]:
-    """Sizes of the model of a config without its teacher and its training of other weights."""
-    stages = parse_recipe(recipe) if recipe else []
+def _outline(config: Config, sizes: Sizes, step: int) -> ModelOutline:
+    """The outline of the model of a config."""
     train = dataclasses.replace(config.train, weights="")
     config = dataclasses.replace(config, distill=DistillConfig(), train=train)
     model = tasks.make_model(config, sizes)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     shapes = make_trainer(model, optimizer, Plan("single"), steps=1).state_shapes
-    return list(planned_sizes(model.config, variables.join(shapes.params, shapes.buffers), stages, step))
+    return ModelOutline(model.config, variables.join(shapes.params, shapes.buffers), step)
 
 
 def _stated_recipe(workdir: Path) -> str:
@@ -136,4 +181,4 @@ def _stated_recipe(workdir: Path) -> str:
         return WEIGHTS_FILE
 
 
-__all__ = ["ORIGINAL", "Size", "sizes_of_config", "sizes_of_run", "table"]
+__all__ = ["ORIGINAL", "ModelOutline", "Size", "run_outline", "sizes_of_config", "sizes_of_run", "table"]
