@@ -50,7 +50,7 @@ FEWEST = 5  # measured techniques, of which an error is stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class TechniqueEstimate:
     """Estimated cost of a technique.
 
     Attributes:
@@ -90,7 +90,7 @@ class Estimates:
     workload: Workload
     tokens: int
     seconds: float
-    rows: Sequence[Estimate]
+    rows: Sequence[TechniqueEstimate]
     refused: Mapping[str, str]
     error: float | None = None
     measured: int = 0
@@ -211,7 +211,7 @@ class _Estimator:
         """The estimates for a device."""
         original, before = costs.original, self._quantity(costs.original, device)
         rows = [
-            Estimate(
+            TechniqueEstimate(
                 technique.name,
                 technique.needs,
                 _over(self._quantity(cost, device), before),
@@ -285,7 +285,7 @@ def _measured_ratios(directory: Path, estimator: _Estimator) -> dict[str, float]
             Workload.from_values(report["workload"]) != estimator.workload
             or (settings["goal"] == Goal.MEMORY) != estimator.is_memory
             or settings["goal"] == Goal.DISK
-            or _of_program(settings["changes"]) != _of_program(estimator.settings.changes)
+            or _program_changes(settings["changes"]) != _program_changes(estimator.settings.changes)
             or machine["backend"] != "cpu"
             or any(machine[name] != environment[name] for name in ("cpu", "cores"))
         ):
@@ -296,7 +296,7 @@ def _measured_ratios(directory: Path, estimator: _Estimator) -> dict[str, float]
         return {}
 
 
-def _of_program(changes: Mapping[str, Any]) -> dict[str, Any]:
+def _program_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     """The changes of a config that change the program of a call of a given batch size."""
     return {k: v for k, v in changes.items() if not k.startswith(("data.", "train.")) or k == "data.seq_len"}
 
