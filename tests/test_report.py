@@ -16,6 +16,7 @@ from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import next_commands, plots, single
+from hpnlp.report.paired_scores import NO_INTERVAL
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
 from hpnlp.training.files.example_scores import ExampleScores
@@ -213,10 +214,11 @@ def test_compare_lists_the_best_run_first(tmp_path):
     wide = {"heldout_bits_per_byte": 1.5, "config_changes": {"model.dim": 512}}
     deep = {"heldout_bits_per_byte": 2.5, "config_changes": {"model.dim": 512, "model.layers": 8}}
     table = report.compare(runs(tmp_path, deep=deep, wide=wide), tmp_path / "compare.png")
-    header, rule, first, second = table.strip().splitlines()
+    header, rule, first, second, *below = table.strip().splitlines()
     assert header.startswith("| run | held-out bits/byte |") and set(rule) <= set("| -")
     assert first.startswith(f"| {tmp_path / 'wide'} | 1.5000 |") and first.endswith("| - |")
-    assert second.startswith(f"| {tmp_path / 'deep'} | 2.5000 |") and second.endswith("| model.layers=8 |")
+    assert second.startswith(f"| {tmp_path / 'deep'} | 2.5000 | +1.0000 |") and second.endswith("| model.layers=8 |")
+    assert below == ["", NO_INTERVAL]
     assert matplotlib.image.imread(tmp_path / "compare.png").shape[1] > 800
 
 
@@ -227,31 +229,65 @@ def with_examples(workdir, losses, identity=None):
     ExampleScores(sums, np.arange(len(losses), dtype=np.uint32) if identity is None else identity).write(workdir)
 
 
-def test_compare_shows_standard_errors_paired_on_the_same_examples(tmp_path):
+def test_compare_shows_intervals_paired_on_the_same_examples(tmp_path):
     """The loss of the examples is 1.5 on average, which is 2 bits per byte, so that a nat is 4/3 bits per byte."""
     base = np.array([0.5, 1.0, 2.0, 2.5])
-    made = {"a": {}, "b": {"heldout_bits_per_byte": 2.04}, "c": {"heldout_bits_per_byte": 2.05}, "d": {}}
-    made = {name: {"heldout_bits_per_byte": 2.0, "heldout_loss": 1.5} | changes for name, changes in made.items()}
-    directories = runs(tmp_path, **made)
-    losses = {"a": base, "b": base + [0.03, 0.031, 0.029, 0.03], "c": base + 0.0375}
-    with_examples(directories[0], losses["a"])
-    with_examples(directories[1], losses["b"])
-    with_examples(directories[2], losses["c"], identity=np.arange(9, 13, dtype=np.uint32))
-    rows, below = cells(report.compare(directories, tmp_path / "compare.png"))
-    slopes = {"a": 2.0 / 1.5, "b": 2.04 / 1.5, "c": 2.05 / 1.5}
-    errors = {name: slope * losses[name].std(ddof=1) / 2 for name, slope in slopes.items()}
-    score = "held-out bits/byte"
-    assert {name: rows[name][score] for name in slopes} == {
-        name: f"{made[name]['heldout_bits_per_byte']:.4f} ± {error:.4f}" for name, error in errors.items()
+    losses = {"a": base, "b": base + [0.03, 0.031, 0.029, 0.03], "c": base + 0.0375, "d": base + [0.2, -0.1, 0.1, 0.1]}
+    made = {
+        name: {"heldout_bits_per_byte": of_run.mean() * 4 / 3, "heldout_loss": of_run.mean()}
+        for name, of_run in losses.items()
     }
-    assert rows["d"][score] == "2.0000" and rows["d"]["difference"] == "+0.0000"
-    paired = (slopes["b"] * losses["b"] - slopes["a"] * base).std(ddof=1) / 2
-    assert rows["a"]["difference"] == "-" and rows["b"]["difference"] == f"+0.0400 ± {paired:.4f}"
-    apart = math.hypot(errors["a"], errors["c"])
-    assert rows["c"]["difference"] == f"no difference (+0.0500 ± {apart:.4f})"
-    assert "± is a standard error over the held-out examples" in below
+    directories = runs(tmp_path, **made, e=made["d"])
+    for path, of_run in zip(directories, losses.values(), strict=False):
+        with_examples(path, of_run, identity=np.arange(9, 13, dtype=np.uint32) if path.name == "c" else None)
+    rows, below = cells(report.compare(directories, tmp_path / "compare.png"))
+    quantile, score = 3.182446, "held-out bits/byte"  # of the t distribution with 3 degrees of freedom
+    halves = {name: 4 / 3 * of_run.std(ddof=1) / 2 * quantile for name, of_run in losses.items()}
+    assert {name: rows[name][score] for name in halves} == {
+        name: f"{made[name]['heldout_bits_per_byte']:.4f} ± {half:.4f}" for name, half in halves.items()
+    }
+    halves = {name: 4 / 3 * (losses[name] - base).std(ddof=1) / 2 * quantile for name in "bd"}
+    assert {name: row["to the best"] for name, row in rows.items()} == {
+        "a": "-",
+        "b": f"+0.0400 ({0.04 - halves['b']:+.4f} to {0.04 + halves['b']:+.4f})",
+        "c": "+0.0500",  # of other examples
+        "d": f"no difference, +0.1000 ({0.1 - halves['d']:+.4f} to {0.1 + halves['d']:+.4f})",
+        "e": "+0.1000",  # of unknown ones
+    }
+    assert "± and the values in brackets are 95 % intervals" in below
+    assert below.count("A difference without an interval may be chance") == 1
     (directories[1] / "scores.npz").write_bytes(b"PK damaged")
     assert cells(report.compare(directories, tmp_path / "compare.png"))[0]["b"][score] == "2.0400"
+    assert cells(report.compare(directories[-1:], tmp_path / "compare.png"))[1] == ""
+
+
+def test_runs_that_differ_by_seed_have_an_interval_over_seeds(tmp_path):
+    scores = {"a0": 2.0, "a1": 2.2, "a2": 2.4, "b0": 2.2, "b1": 2.4, "b3": 2.5, "c0": 1.0}
+    made = {
+        name: {
+            "heldout_bits_per_byte": score,
+            "config_changes": {"train.seed": int(name[1]), "model.dim": 64 + 8 * ord(name[0])},
+        }
+        for name, score in scores.items()
+    }
+    _, below = cells(report.compare(runs(tmp_path, **made), tmp_path / "compare.png"))
+    half = 4.302653 * 0.2 / math.sqrt(3)
+    assert f"- {tmp_path}/a0 over seeds 0, 1, 2: mean 2.2000 ± {half:.4f}.\n" in below
+    assert f"- {tmp_path}/b0 over seeds 0, 1, 3: mean 2.3667" in below and "c0 over" not in below
+    assert "to the best +0.2000 (+0.2000 to +0.2000)." in below
+
+
+def test_intervals_of_perplexities_are_those_of_losses(tmp_path):
+    base = np.array([0.5, 1.0, 2.0, 2.5])
+    losses = {"a": base, "b": base + [0.03, 0.031, 0.029, 0.03]}
+    made = {name: {"heldout_bits_per_byte": None, "heldout_loss": of_run.mean()} for name, of_run in losses.items()}
+    directories = runs(tmp_path, **made)
+    for path in directories:
+        with_examples(path, losses[path.name])
+    rows, _ = cells(report.compare(directories, tmp_path / "compare.png"))
+    half = (losses["b"] - base).std(ddof=1) / 2 * 3.182446
+    low, value, high = (math.exp(1.5) * math.expm1(0.03 + change) for change in (-half, 0, half))
+    assert rows["b"]["to the best"] == f"{value:+.5g} ({low:+.5g} to {high:+.5g})"
 
 
 def fold_runs(tmp_path, scores, count=3, **changes):
@@ -284,9 +320,10 @@ def test_folds_of_a_member_are_one_row(tmp_path):
     assert rows["a"]["sd"] == "0.2000" and [rows[name]["folds"] for name in rows] == ["3 of 3", "3 of 3", "1 of 3"]
     half = 4.302653 * 0.2 / math.sqrt(3)  # the t distribution with 2 degrees of freedom
     assert rows["a"]["95 % interval"] == f"{2.2 - half:.4f} to {2.2 + half:.4f}"
-    assert (rows["c"]["sd"], rows["c"]["95 % interval"], rows["a"]["difference"]) == ("-", "-", "-")
-    error = np.std([0.2, 0.2, 0.1], ddof=1) / math.sqrt(3)  # paired by fold
-    assert rows["bb"]["difference"] == f"+0.1667 ± {error:.4f}" and rows["bb"]["differs in"] == "model.dim=80"
+    assert (rows["c"]["sd"], rows["c"]["95 % interval"], rows["a"]["to the best"]) == ("-", "-", "-")
+    half, mean = 4.302653 * np.std([0.2, 0.2, 0.1], ddof=1) / math.sqrt(3), 0.5 / 3  # paired by fold
+    assert rows["bb"]["to the best"] == f"+0.1667 ({mean - half:+.4f} to {mean + half:+.4f})"
+    assert rows["bb"]["differs in"] == "model.dim=80"
     assert (
         f"- {tmp_path}/c: without a score of fold 2, 3; {tmp_path}/c,fold=2: its held-out loss is not finite.\n"
         in below
@@ -295,7 +332,7 @@ def test_folds_of_a_member_are_one_row(tmp_path):
 
     rows, _ = cells(report.compare(directories, tmp_path / "compare.png", each_fold=True))
     assert list(rows)[:5] == ["a", "a,fold=1", "a,fold=2", "a,fold=3", "bb"]
-    assert [rows["bb,fold=3"][column] for column in (score, "folds", "difference")] == ["2.5000", "fold 3", "+0.1000"]
+    assert [rows["bb,fold=3"][column] for column in (score, "folds", "to the best")] == ["2.5000", "fold 3", "+0.1000"]
 
 
 def test_examples_of_all_folds_are_pooled(tmp_path):
@@ -308,7 +345,7 @@ def test_examples_of_all_folds_are_pooled(tmp_path):
     bits = np.concatenate([losses["a,fold=1"], losses["a,fold=2"]]) / 0.75
     mean, half = bits.mean(), 2.776445 * bits.std(ddof=1) / math.sqrt(5)  # 4 degrees of freedom
     assert rows["a"]["95 % interval"] == f"{mean - half:.4f} to {mean + half:.4f}"
-    assert rows["bb"]["difference"] == "+0.0400 ± 0.0000"  # paired on the same examples
+    assert rows["bb"]["to the best"] == "+0.0400 (+0.0400 to +0.0400)"  # paired on the same examples
     (directories[0] / "scores.npz").unlink()
     rows, _ = cells(report.compare(directories, tmp_path / "compare.png"))
     assert rows["a"]["95 % interval"] == f"{2.2 - 12.7062 * 0.2:.4f} to {2.2 + 12.7062 * 0.2:.4f}"
@@ -352,7 +389,7 @@ def test_compare_lists_models_without_a_training_of_their_own(tmp_path):
     assert report.by_task(report.members(tmp_path)) == {"lm": [compressed, converted, run, export]}
     rows, below = cells(report.compare(report.members(tmp_path), tmp_path / "compare.png"))
     assert list(rows) == ["run", "compressed", "converted", "export"]
-    columns = ("held-out bits/byte", "difference", "stored MB", "tokens/s", "sequences/s", "parameters")
+    columns = ("held-out bits/byte", "to the best", "stored MB", "tokens/s", "sequences/s", "parameters")
     assert [tuple(row[column] for column in columns) for row in rows.values()] == [
         ("2.0000", "-", "3", "7,373", "-", "1,234"),
         ("2.5000", "+0.5000", "1", "-", "64", "600"),
@@ -378,7 +415,7 @@ def cells(table):
 def test_compare_uses_perplexity_if_a_tokenizer_loses_text(tmp_path):
     numbers = {"b": LOSSY, "a": LOSSY | {"heldout_loss": 1.25}, "far": LOSSY | {"heldout_loss": 1e4}}
     rows, below = cells(report.compare(runs(tmp_path, **numbers), tmp_path / "compare.png"))
-    assert list(rows) == ["a", "b", "far"] and below == ""
+    assert list(rows) == ["a", "b", "far"] and below == f"{NO_INTERVAL}\n"
     assert rows["a"]["held-out perplexity"] == "3.4903" and rows["b"]["held-out perplexity"] == "4.4817"
 
 
@@ -387,7 +424,7 @@ def test_perplexities_of_different_tokens_are_not_compared(tmp_path):
     other = LOSSY | {"heldout_loss": 0.5, "heldout_digest": "other", "config_changes": {"data.tokenizer": "words(20)"}}
     rows, below = cells(report.compare(runs(tmp_path, other=other, a=LOSSY, b=LOSSY), tmp_path / "compare.png"))
     assert list(rows) == ["a", "b", "other"] and rows["other"]["held-out perplexity"] == "-"
-    assert "/other: scored on other tokens than the runs above" in below and below.count("\n") == 1
+    assert "/other: scored on other tokens than the runs above" in below and below.count("\n") == 2
     (tmp_path / "old").mkdir()
     old = LOSSY | {"heldout_digest": None}
     rows, below = cells(report.compare(runs(tmp_path / "old", a=old, b=old), tmp_path / "c.png"))
@@ -395,7 +432,7 @@ def test_perplexities_of_different_tokens_are_not_compared(tmp_path):
     # Bits per byte compare across tokenizers.
     (tmp_path / "more").mkdir()
     rows, below = cells(report.compare(runs(tmp_path / "more", a={}, b={"heldout_digest": "b"}), tmp_path / "c.png"))
-    assert rows["b"]["held-out bits/byte"] == "2.0000" and below == ""
+    assert rows["b"]["held-out bits/byte"] == "2.0000" and below == f"{NO_INTERVAL}\n"
 
 
 @pytest.mark.parametrize("output", ["negative_sampling(64)", "margin", "vmf(norm_penalty=0.1)"])

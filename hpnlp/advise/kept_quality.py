@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from hpnlp.errors import InputError
+from hpnlp.report.paired_scores import is_right_or_wrong, resampled_sums, with_two_examples
 from hpnlp.training.files.example_scores import ExampleScores
 
 ERROR = 0.05  # probability that a model exactly at the limit is accepted
@@ -169,8 +170,8 @@ def kept(
         return KeptQuality(share, low, keep, p_value, count, has_learned, None)
     values = totals / weights
     discordant = float(((values[1] - values[0]) ** 2).mean())
-    if ((values == 0) | (values == 1)).all():
-        values = np.concatenate([values, np.eye(2)], axis=1)
+    if is_right_or_wrong(values):
+        values = with_two_examples(values)
     low, p_value, has_learned = _by_formula(sign * (values - trivial), keep)
     return KeptQuality(share, low, keep, p_value, count, has_learned, discordant)
 
@@ -204,10 +205,7 @@ def _by_formula(gains: np.ndarray, keep: float | int) -> tuple[float, float, boo
 
 def _by_bootstrap(gains: np.ndarray, weights: np.ndarray, keep: float | int, seed: int) -> tuple[float, float, bool]:
     """As `_by_formula`, for quotients of the sums of gains and of weights `[2, n]`."""
-    columns, rng = np.concatenate([gains, weights]), np.random.default_rng(seed)
-    count = columns.shape[1]
-    draws = (np.bincount(rng.integers(0, count, count), minlength=count) for _ in range(RESAMPLES))
-    sums = np.stack([columns @ times for times in draws], axis=1)
+    sums = resampled_sums(np.concatenate([gains, weights]), RESAMPLES, seed)
     with np.errstate(invalid="ignore", divide="ignore"):
         b, c = sums[:2] / sums[2:]  # [RESAMPLES]
         shares = np.nan_to_num(np.where(b > 0, c / b, -np.inf), nan=-np.inf, neginf=-np.inf)

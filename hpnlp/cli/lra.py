@@ -22,6 +22,7 @@ hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [-
 Trains each mixer on each task, with one model size, one optimizer setting and one budget, each run in its own process and
 directory WORKDIR/TASK/mixer=MIXER. Finished runs are skipped, interrupted ones are resumed, and a failed one does not stop the
 others. Writes a table of accuracy, steps/s and peak memory (lra.md), a chart of them (lra.png), and a comparison for each task.
+Differences of accuracies have 95 % intervals, paired over the held-out examples: "no difference" is one that holds 0.
 Overrides of the config hold for all runs. Tasks with published data read a directory: --tasks=text --data=imdb:aclImdb.
 
 --efficiency measures training steps of one task at --lengths instead, each in its own process, and writes
@@ -226,6 +227,7 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
     from hpnlp.lra import efficiency, table
     from hpnlp.report import comparison_plots
     from hpnlp.report.files import read_report, replace_text
+    from hpnlp.training.files.example_scores import ExampleScores
 
     scores: dict[str, dict[str, table.Score]] = {}
     notes = []
@@ -236,12 +238,18 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
             # With a budget in minutes, speeds were measured before the runs, which other programs may have slowed down.
             measured = efficiency.read_rows(workdir / name / "speed.json")
             speeds = {row["mixer"]: row["steps_per_second"] for row in measured}
-            scores[name] = {(mixer := r["config"]["model.mixer"]): table.score(r, speeds.get(mixer)) for r in reports}
+            scores[name] = {
+                (mixer := content["config"]["model.mixer"]): table.score(
+                    content, speeds.get(mixer), ExampleScores.read(directory)
+                )
+                for directory, content in zip(directories, reports, strict=True)
+            }
             notes.append(f"{name}: {table.describe_heldout(reports[0])}")
-    text = "\n".join([table.render_scores(scores), *notes, ""])
+    text = "\n".join([table.render_scores(scores), *notes, table.note(scores), ""])
     replace_text(workdir / "lra.md", text)
     points = {name: {mixer: score[:3] for mixer, score in of_task.items()} for name, of_task in scores.items()}
-    comparison_plots.plot_bubbles(points, workdir / "lra.png")
+    halves = {name: {mixer: score.half for mixer, score in of_task.items()} for name, of_task in scores.items()}
+    comparison_plots.plot_bubbles(points, workdir / "lra.png", halves)
     print(f"{text}\nwritten: {workdir / 'lra.md'}, {workdir / 'lra.png'}", flush=True)
 
 

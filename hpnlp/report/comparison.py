@@ -10,19 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.report import comparison_plots, folds
-from hpnlp.report.differences import described_difference, with_error
+from hpnlp.report import comparison_plots, folds, seeds
 from hpnlp.report.entries import ComparedRun, read_entry
 from hpnlp.report.files import replace_text, report_task
+from hpnlp.report.paired_scores import NO_INTERVAL, NOTE, Difference, half_interval, ranked_difference
 from hpnlp.tasks import Task
 from hpnlp.tasks.reports.reporting import Ranking, Report, decimals
-from hpnlp.training.files.example_scores import error_of_difference
 from hpnlp.types import InputError
 
-ERRORS = (
-    "± is a standard error over the held-out examples; a difference to the first run is taken example by example where both "
-    "were scored on the same ones, and is called none up to two standard errors."
-)
+TO_THE_BEST = "to the best"  # column of the differences to the first row
 # Axis of a panel of the plot -> cost of a model; None where the model does not have the figure.
 COSTS: Mapping[str, Callable[[ComparedRun], float | None]] = {
     "training seconds": lambda entry: entry.training_seconds,
@@ -64,28 +60,21 @@ def compare(
     names = list(reversed(distinct.values()))
     entries = {name: read_entry(name) for name in names}
     ranking = _ranked(entries)
-    if folds.fold_count(entry.report["config"] for entry in entries.values()):
-        rows = folds.joined(entries, ranking)
-        lines, notes, explanation = _fold_table(rows, entries, ranking, each_fold), [*rows.notes], folds.NOTE
-        entries, ranking = rows.entries, rows.ranking
-    else:
-        scores, sign = ranking.scores, -1 if ranking.higher_is_better else 1
-        order = sorted(entries, key=lambda name: sign * scores[name] if name in scores else math.inf)
-        entries = {name: entries[name] for name in order}
-        lines = _table(entries, ranking)
-        notes = [f"- {name}: {ranking.unscored[name]}." for name in order if name in ranking.unscored]
-        explanation = ERRORS if any(_error(entries, ranking, name) is not None for name in order) else ""
+    has_folds = folds.fold_count(entry.report["config"] for entry in entries.values())
+    made = _fold_table(entries, ranking, each_fold) if has_folds else _table(entries, ranking)
+    notes = [*made.notes]
     if len(names) < len(workdirs):
         notes.append("- A run that was named more than once is listed once.")
-    if explanation:
-        notes.append(explanation)
-    if notes:
-        lines += ["", *notes]
+    if has_folds or any(half is not None for half in made.halves.values()):
+        notes.append(folds.NOTE if has_folds else NOTE)
+    if any(difference is not None and difference.interval is None for difference in made.differences):
+        notes.append(NO_INTERVAL)
+    lines = [*made.lines, *([""] if notes else []), *notes]
     if ranking.remark:
         lines += ["", ranking.remark]
     table = "\n".join(lines) + "\n"
     show(table)
-    _write(Path(out), table, ranking, {name: entry for name, entry in entries.items() if name in ranking.scores})
+    _write(Path(out), table, made)
     return table
 
 
@@ -122,20 +111,54 @@ def _ranked(entries: Mapping[str, ComparedRun]) -> Ranking:
     return dataclasses.replace(ranking, unscored={**ranking.unscored, **unscored})
 
 
-def _table(entries: Mapping[str, ComparedRun], ranking: Ranking) -> list[str]:
-    """Lines of the Markdown table of `entries`, in their order; configs are compared with that of the first."""
-    first = next(iter(entries))
-    quality = {name: [_score(entries, ranking, name), _difference(entries, ranking, name, first)] for name in entries}
-    return _lines(entries, [ranking.label, "difference"], quality)
+@dataclasses.dataclass(frozen=True)
+class _ComparisonTable:
+    """A table, best row first.
+
+    Attributes:
+      lines: Lines of the Markdown table.
+      notes: Lines below it.
+      entries: Row -> figures.
+      ranking: Scores of the rows.
+      halves: Row -> half of the 95 % interval of its score; None if it is unknown.
+      differences: Differences in the table.
+    """
+
+    lines: Sequence[str]
+    notes: Sequence[str]
+    entries: Mapping[str, ComparedRun]
+    ranking: Ranking
+    halves: Mapping[str, float | None]
+    differences: Sequence[Difference | None]
 
 
-def _fold_table(rows: folds.FoldRows, runs: Mapping[str, ComparedRun], ranking: Ranking, each_fold: bool) -> list[str]:
-    """Lines of the Markdown table of rows of several folds, also with the runs of each row.
+def _table(runs: Mapping[str, ComparedRun], ranking: Ranking) -> _ComparisonTable:
+    """The table with a row for each run; configs and scores are compared with those of the first row."""
+    scores, sign = ranking.scores, -1 if ranking.higher_is_better else 1
+    order = sorted(runs, key=lambda name: sign * scores[name] if name in scores else math.inf)
+    entries = {name: runs[name] for name in order}
+    examples = {name: entry.examples for name, entry in entries.items()}
+    differences = {name: ranked_difference(ranking, examples, name, order[0]) for name in order}
+    halves = {name: _half(entries[name], ranking, name) for name in order}
+    quality = {name: [_score(ranking, name, halves[name]), _text(differences[name], ranking)] for name in order}
+    notes = [f"- {name}: {ranking.unscored[name]}." for name in order if name in ranking.unscored]
+    trained = {name: entry for name, entry in entries.items() if "phase_seconds" in entry.report}
+    notes += seeds.lines({name: entry.report["config"] for name, entry in trained.items()}, ranking)
+    lines = _lines(entries, [ranking.label, TO_THE_BEST], quality)
+    return _ComparisonTable(lines, notes, entries, ranking, halves, [*differences.values()])
+
+
+def _fold_table(runs: Mapping[str, ComparedRun], ranking: Ranking, each_fold: bool) -> _ComparisonTable:
+    """The table with a row for all folds of a member, also with the runs of each row.
 
     The difference of a run is that to the run of the same fold in the first row.
     """
+    rows = folds.joined(runs, ranking)
     entries: dict[str, ComparedRun] = {}
     quality: dict[str, list[str]] = {}
+    halves: dict[str, float | None] = {}
+    differences: list[Difference | None] = []
+    examples = {name: entry.examples for name, entry in runs.items()}
     first = next(iter(rows.scores.values()), None)
     for name, entry in rows.entries.items():
         entries[name] = entry
@@ -144,12 +167,17 @@ def _fold_table(rows: folds.FoldRows, runs: Mapping[str, ComparedRun], ranking: 
             continue
         row = rows.scores[name]
         score = decimals(rows.ranking.scores.get(name), ranking.digits)
-        quality[name] = [score, *row.cells(ranking.digits), row.difference(first, ranking.digits)]
+        differences.append(row.difference(first))
+        interval = row.interval()
+        halves[name] = None if interval is None else (interval[1] - interval[0]) / 2
+        quality[name] = [score, *row.cells(ranking.digits), _text(differences[-1], ranking)]
         for fold, run in row.runs.items() if each_fold and len(row.runs) > 1 else ():
             entries[run] = runs[run]
-            difference = _difference(runs, ranking, run, first.runs.get(fold, run))
-            quality[run] = [_score(runs, ranking, run), "-", "-", f"fold {fold}", difference]
-    return _lines(entries, [ranking.label, *folds.HEADER, "difference"], quality)
+            differences.append(ranked_difference(ranking, examples, run, first.runs.get(fold, run)))
+            score = _score(ranking, run, _half(runs[run], ranking, run))
+            quality[run] = [score, "-", "-", f"fold {fold}", _text(differences[-1], ranking)]
+    lines = _lines(entries, [ranking.label, *folds.HEADER, TO_THE_BEST], quality)
+    return _ComparisonTable(lines, rows.notes, rows.entries, rows.ranking, halves, differences)
 
 
 def _lines(
@@ -182,29 +210,20 @@ def _lines(
     ]
 
 
-def _score(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str) -> str:
-    """Score of an entry with its standard error."""
+def _score(ranking: Ranking, name: str, half: float | None) -> str:
+    """Score of an entry with half of its interval."""
     score = decimals(ranking.scores.get(name), ranking.digits)
-    return with_error(score, _error(entries, ranking, name), ranking.digits)
+    return score if half is None else f"{score} ± {half:{ranking.digits}}"
 
 
-def _error(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str) -> float | None:
-    """Standard error of the score of an entry; None if it has no score or its examples are unknown."""
-    examples = entries[name].examples
-    if name not in ranking.scores or examples is None:
-        return None
-    error = examples.standard_error(ranking.metric)
-    return None if error is None else abs(ranking.slopes.get(name, 1.0)) * error
+def _half(entry: ComparedRun, ranking: Ranking, name: str) -> float | None:
+    """Half of the 95 % interval of the score of an entry; None if it has no score or its examples are unknown."""
+    half = half_interval(entry.examples, ranking.metric) if name in ranking.scores else None
+    return None if half is None else abs(ranking.slopes.get(name, 1.0)) * half
 
 
-def _difference(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str, first: str) -> str:
-    """Difference of a score to that of another entry, with its standard error."""
-    scores = ranking.scores
-    if name == first or name not in scores or first not in scores:
-        return "-"
-    slopes = ranking.slopes.get(name, 1.0), ranking.slopes.get(first, 1.0)
-    error = error_of_difference(entries[name].examples, entries[first].examples, ranking.metric, slopes)
-    return described_difference(scores[name] - scores[first], error, ranking.digits)
+def _text(difference: Difference | None, ranking: Ranking) -> str:
+    return "-" if difference is None else difference.text(ranking.digits)
 
 
 def _task(reports: Mapping[str, Report]) -> Task | None:
@@ -230,9 +249,10 @@ def _differences(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(changed) or "-"
 
 
-def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, ComparedRun]) -> None:
+def _write(path: Path, table: str, made: _ComparisonTable) -> None:
     """Writes the plot of the entries with a score, and the table beside it."""
-    table_path = path.with_suffix(".md")
+    table_path, ranking = path.with_suffix(".md"), made.ranking
+    scored = {name: entry for name, entry in made.entries.items() if name in ranking.scores}
     labels, title = _labels({name: entry.report for name, entry in scored.items()})
     costs = {
         axis: {labels[name]: value for name, entry in scored.items() if (value := cost(entry)) is not None}
@@ -242,9 +262,9 @@ def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, Compar
     try:
         if table_path.exists() and not table_path.read_bytes().startswith(b"| run |"):
             raise InputError(f"{table_path} is there and is no table of runs: name another plot than {path}")
-        comparison_plots.plot_tradeoff(
-            {labels[name]: ranking.scores[name] for name in scored}, costs, ranking, path, title
-        )
+        scores = {labels[name]: ranking.scores[name] for name in scored}
+        halves = {labels[name]: half for name in scored if (half := made.halves.get(name)) is not None}
+        comparison_plots.plot_tradeoff(scores, costs, ranking, path, title, halves)
         replace_text(table_path, table)
     except InputError:
         raise

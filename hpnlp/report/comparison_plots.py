@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hpnlp.report.plots import COLORS, drawable, logarithmic, pyplot
@@ -13,9 +14,14 @@ MARKERS = "osD^v"  # the next marker is used after all colours
 
 
 def plot_tradeoff(
-    scores: Mapping[str, float], costs: Mapping[str, Mapping[str, float]], ranking: Ranking, path: Path, title: str = ""
+    scores: Mapping[str, float],
+    costs: Mapping[str, Mapping[str, float]],
+    ranking: Ranking,
+    path: Path,
+    title: str = "",
+    halves: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Plots quality against costs, in one panel each.
+    """Plots quality against costs, in one panel each, with 95 % intervals as error bars.
 
     Args:
       scores: Label of a run -> its quality, best run first.
@@ -23,6 +29,7 @@ def plot_tradeoff(
       ranking: Name of the quality, and whether its axis is logarithmic.
       path: File to write; its extension decides the format.
       title: Title of the legend.
+      halves: Label of a run -> half of the interval of its quality, of those whose interval is known.
     """
     plt = pyplot()
     size = (4 + 3.5 * len(costs), max(4.2, 0.24 * len(scores) + 0.6))
@@ -33,6 +40,8 @@ def plot_tradeoff(
             marker = MARKERS[index // COLORS % len(MARKERS)]
             if name in of_runs:
                 (handles[name],) = axes.plot(of_runs[name], score, marker, color=f"C{index % COLORS}")
+                if name in halves:
+                    axes.errorbar(of_runs[name], score, halves[name], color=f"C{index % COLORS}", alpha=0.5, capsize=2)
         axes.set(xlabel=xlabel)
         if ranking.is_ratio:
             logarithmic(axes, list(scores.values()))
@@ -51,12 +60,18 @@ def plot_tradeoff(
     plt.close(figure)
 
 
-def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, float | int]]], path: Path) -> None:
+def plot_bubbles(
+    scores: Mapping[str, Mapping[str, tuple[float | None, float, float | int]]],
+    path: Path,
+    halves: Mapping[str, Mapping[str, float | None]] = MappingProxyType({}),
+) -> None:
     """Plots accuracy against steps per second, with circles whose areas are proportional to peak memory.
 
     Args:
       scores: Title of a panel -> label of a run -> (accuracy or None, steps per second, bytes).
       path: File to write; its extension decides the format.
+      halves: Title of a panel -> label of a run -> half of the 95 % interval of the accuracy, None if it is unknown, as error
+        bars.
     """
     plt = pyplot()
     labels = list(dict.fromkeys(label for panel in scores.values() for label in panel))
@@ -68,6 +83,8 @@ def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, fl
             if accuracy is not None:
                 color = f"C{labels.index(label) % COLORS}"
                 axes.scatter(speed, accuracy, s=900 * memory / largest, color=color, alpha=0.4)
+                if (half := halves.get(title, {}).get(label)) is not None:
+                    axes.errorbar(speed, accuracy, half, color=color, alpha=0.5, capsize=2)
                 axes.plot(
                     speed, accuracy, MARKERS[labels.index(label) // COLORS % len(MARKERS)], color=color, label=label
                 )
@@ -131,12 +148,17 @@ def plot_efficiency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
+def plot_compression(
+    panels: Mapping[str, Mapping[str, float]],
+    path: Path,
+    intervals: Mapping[str, Mapping[str, tuple[float, float]]] = MappingProxyType({}),
+) -> None:
     """Draws what each stage of a compression does, as bars.
 
     Args:
       panels: Title of a panel -> stage -> value.
       path: File to write; its extension decides the format.
+      intervals: Title of a panel -> stage -> ends of an interval, which are drawn as an error bar.
     """
     plt = pyplot()
     stages = list(next(iter(panels.values())))
@@ -147,6 +169,8 @@ def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> N
             [drawable(stage) for stage in stages], [values[stage] for stage in stages], color="C0", alpha=0.7
         )
         axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        for stage, (low, high) in intervals.get(title, {}).items():
+            axes.hlines(drawable(stage), low, high, color="black", linewidth=1)
         axes.set_title(drawable(title), fontsize=9)
         axes.margins(x=0.25)
         axes.tick_params(labelsize=8)

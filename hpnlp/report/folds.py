@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.report.differences import described_difference
+from hpnlp.measure import mean_interval
 from hpnlp.report.entries import ComparedRun
+from hpnlp.report.paired_scores import Difference, half_interval, paired_interval, scaled
 from hpnlp.tasks.reports.reporting import Ranking, Report, TaskReport
-from hpnlp.training.files.example_scores import ExampleScores, error_of_difference
+from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.types import InputError
 
 FOLDS, FOLD = "data.folds", "data.fold"
 BASE = "base"  # name of a member that changes no field, as in hpnlp.cli.members
-CONFIDENCE = 0.95
 NOTE = (
     "The score of a row is the mean over folds, each of which was held out from one training, and sd the standard deviation "
-    "over folds. The interval is of the t distribution: over the examples of all folds where their scores are stored, else "
-    "over the folds. Folds share training data, so that intervals are approximate. ± is a standard error."
+    "over folds. Intervals are over the examples of all folds where their scores are stored, else over the folds; those of "
+    'differences are paired, and "no difference" is an interval that holds 0, so that the order of such rows is no ranking. '
+    "Folds share training data, so that intervals are approximate."
 )
-_TOLERANCE = 1e-3  # relative difference of a score to the mean over examples from which it is another function of them
 
 
 def fold_count(configs: Iterable[Mapping[str, Any]]) -> int:
@@ -52,12 +52,15 @@ def fold_count(configs: Iterable[Mapping[str, Any]]) -> int:
     return counts[0] if counts else 0
 
 
-def by_member(configs: Mapping[str, Mapping[str, Any]], alone: Iterable[str] = ()) -> list[dict[int, str]]:
-    """Groups runs of one directory that differ only in their fold.
+def by_member(
+    configs: Mapping[str, Mapping[str, Any]], alone: Iterable[str] = (), varied: str = FOLD
+) -> list[dict[int, str]]:
+    """Groups runs of one directory that differ only in their fold, or in another number.
 
     Args:
-      configs: Run directory -> config, with folds.
+      configs: Run directory -> config.
       alone: Directories that are not trained runs, which are groups of their own.
+      varied: Field of the config that differs.
 
     Returns:
       Fold -> run directory, of each group. A run of the same config and fold as an earlier one begins another group.
@@ -65,12 +68,12 @@ def by_member(configs: Mapping[str, Mapping[str, Any]], alone: Iterable[str] = (
     alone = set(alone)
     groups: dict[tuple[str, ...], dict[int, str]] = {}
     for name, config in configs.items():
-        fields = json.dumps({field: value for field, value in config.items() if field != FOLD}, sort_keys=True)
+        fields = json.dumps({field: value for field, value in config.items() if field != varied}, sort_keys=True)
         parent = os.path.dirname(os.path.abspath(name))
         key = (parent, fields, name if name in alone else "")
-        while config.get(FOLD, 0) in groups.get(key, ()):
+        while config.get(varied, 0) in groups.get(key, ()):
             key = (*key, "again")
-        groups.setdefault(key, {})[config.get(FOLD, 0)] = name
+        groups.setdefault(key, {})[config.get(varied, 0)] = name
     return [dict(sorted(group.items())) for group in groups.values()]
 
 
@@ -142,40 +145,33 @@ class FoldScores:
         """
         if self.examples and len(self.examples) == len(self.scores):
             pooled = _pooled(self.examples.values(), self.metric)
-            error = pooled.standard_error(self.metric)
+            half = half_interval(pooled, self.metric)
             total, weight = pooled.sums[self.metric]
-            if error is not None:
-                half = error * t_quantile(int((weight != 0).sum()) - 1)
+            if half is not None:
                 return float(total.sum() / weight.sum()) - half, float(total.sum() / weight.sum()) + half
-        if self.deviation is None:
-            return None
-        half = self.deviation / math.sqrt(len(self.scores)) * t_quantile(len(self.scores) - 1)
-        return self.mean - half, self.mean + half
+        return interval_of_mean(list(self.scores.values()))
 
-    def difference(self, first: FoldScores, digits: str) -> str:
-        """Difference to another row over the folds that both have, with its standard error, as text.
+    def difference(self, first: FoldScores) -> Difference | None:
+        """Difference to another row over the folds that both have.
 
         Args:
           first: The other row.
-          digits: Format of the score.
 
         Returns:
-          The text; "-" without a common fold.
+          The difference, whose interval is over the examples of these folds if they are known, and else over the folds; None
+          without a common fold.
         """
         common = [fold for fold in self.scores if fold in first.scores]
         if not common or first is self:
-            return "-"
-        differences = np.array([self.scores[fold] - first.scores[fold] for fold in common])
+            return None
+        differences = [self.scores[fold] - first.scores[fold] for fold in common]
+        interval = None
         if all(fold in self.examples and fold in first.examples for fold in common):
             compared, reference = (
                 _pooled([row.examples[fold] for fold in common], self.metric) for row in (self, first)
             )
-            error = error_of_difference(compared, reference, self.metric)
-            return described_difference(float(differences.mean()), error, digits)
-        if len(common) < 2:
-            return described_difference(float(differences.mean()), None, digits)
-        error = float(differences.std(ddof=1)) / math.sqrt(len(common))
-        return described_difference(float(differences.mean()), error, digits, t_quantile(len(common) - 1))
+            interval = paired_interval(compared, reference, self.metric)
+        return Difference(_mean(differences), interval or interval_of_mean(differences))
 
     def cells(self, digits: str) -> list[str]:
         """Cells of the table: standard deviation, interval, and number of folds.
@@ -197,18 +193,19 @@ class FoldScores:
 HEADER = ["sd", "95 % interval", "folds"]
 
 
-def t_quantile(degrees: int) -> float:
-    """Half the width of a confidence interval of the t distribution, in standard errors.
+def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of the scores or differences of a few runs, by the t distribution.
 
     Args:
-      degrees: Degrees of freedom, at least 1.
+      values: The scores.
 
     Returns:
-      The quantile at 1 - (1 - CONFIDENCE) / 2.
+      The ends; None for fewer than two values.
     """
-    from scipy import special
-
-    return float(special.stdtrit(degrees, 0.5 + CONFIDENCE / 2))
+    if len(values) < 2:
+        return None
+    mean, half = mean_interval(values)
+    return None if half is None else (mean - half, mean + half)
 
 
 def _pooled(examples: Iterable[ExampleScores], metric: str) -> ExampleScores:
@@ -293,20 +290,9 @@ def _fold_scores(
 ) -> FoldScores:
     """Scores of runs, and of their examples if these are known for each run with a score."""
     scores = {fold: ranking.scores[name] for fold, name in runs.items() if name in ranking.scores}
-    examples = {fold: _scaled(entries[runs[fold]].examples, runs[fold], ranking) for fold in scores}
+    examples = {fold: scaled(entries[runs[fold]].examples, runs[fold], ranking) for fold in scores}
     known = {fold: of_fold for fold, of_fold in examples.items() if of_fold is not None}
     return FoldScores(runs, scores, known if len(known) == len(scores) else {}, count, ranking.metric)
-
-
-def _scaled(examples: ExampleScores | None, name: str, ranking: Ranking) -> ExampleScores | None:
-    """Examples whose mean is the score of their run; None if the score is no multiple of their mean."""
-    if examples is None or ranking.metric not in examples.sums:
-        return None
-    total, weight = examples.sums[ranking.metric]
-    slope, score = ranking.slopes.get(name, 1.0), ranking.scores[name]
-    if weight.sum() <= 0 or not math.isclose(slope * total.sum() / weight.sum(), score, rel_tol=_TOLERANCE):
-        return None
-    return ExampleScores({ranking.metric: (slope * total, weight)}, examples.identity)
 
 
 def _mean_entry(entries: Sequence[ComparedRun]) -> ComparedRun:

@@ -319,10 +319,20 @@ def test_the_verdict_says_what_became_worse(tmp_path):
         "The file is 4 times smaller; the loss of a batch is 2 times slower (2 to 2) at 1 sequence, 4 times faster (4 to 4) "
         "at 8 sequences; accuracy falls from 0.9000 to 0.8500 (worse)."
     )
-    uncertain = compression.verdict([rows[0], dataclasses.replace(rows[1], error=0.03)], "accuracy", True)
-    assert uncertain.endswith("accuracy falls from 0.9000 to 0.8500: no difference (-0.0500 ± 0.0300).")
-    certain = compression.verdict([rows[0], dataclasses.replace(rows[1], error=0.02)], "accuracy", True)
-    assert certain.endswith("accuracy falls from 0.9000 to 0.8500 (worse): -0.0500 ± 0.0200.")
+    uncertain = [rows[0], dataclasses.replace(rows[1], interval=(-0.11, 0.01))]
+    difference = "no difference, -0.0500 (-0.1100 to +0.0100)"
+    assert compression.verdict(uncertain, "accuracy", True).endswith(f"from 0.9000 to 0.8500: {difference}.")
+    table = compression.render(uncertain, "accuracy", True)
+    assert "| 0.9000 | - |\n| `int8` |" in table and f"| 0.8500 | {difference} |" in table
+    assert table.endswith(f"\n\n{compression.NOTE}\n")
+    assert "may be chance" in compression.render(rows, "accuracy", True)
+    certain = [rows[0], dataclasses.replace(rows[1], interval=(-0.09, -0.01))]
+    assert compression.verdict(certain, "accuracy", True).endswith(" (worse): -0.0500 (-0.0900 to -0.0100).")
+    comparison_plots.plot_compression(
+        compression.panels(certain, "accuracy"),
+        tmp_path / "compress.png",
+        compression.score_intervals(certain, "accuracy"),
+    )
     broken = dataclasses.replace(rows[0], disk_bytes=800, scores={"accuracy": float("nan")})
     assert compression.verdict([rows[0], broken], "accuracy", True).endswith("accuracy becomes nan (worse).")
     written = json.loads(compression.to_json([broken], "accuracy", "runs/x", "int8"))

@@ -4,13 +4,16 @@ import dataclasses
 import json
 import os
 
+import numpy as np
 import pytest
 
 from hpnlp.data.examples.generated import list_ops
 from hpnlp.lra import tasks
 from hpnlp.lra.mixers import SPECS, all_specs
-from hpnlp.lra.table import Score, render_efficiency, render_scores
+from hpnlp.lra.table import Score, note, render_efficiency, render_scores
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.report.paired_scores import NO_INTERVAL, NOTE
+from hpnlp.training.files.example_scores import ExampleScores
 from tests import tiny
 
 SMALL = (
@@ -162,9 +165,29 @@ def test_tables_order_mixers_by_mean_accuracy():
     }
     lines = render_scores(scores).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| full", "| fnet", r"| x\|y"]
-    assert lines[2].endswith("| 0.6250 |") and "| 2 | 1 |" in lines[2]
+    assert lines[2].endswith("| 0.6250 | - |") and "| 2 | 1 |" in lines[2]
     assert "mean" not in render_scores({"a": scores["a"]})
-    assert "| - | - | - | - |" in render_scores({"a": scores["a"], "b": {"full": Score(0.1, 1.0, 1.0, 2)}})
+    assert lines[3].endswith("| 0.5000 | -0.1250 |") and "| 0.5000 | -0.2500 | 5 |" in lines[2]
+    assert note(scores) == NO_INTERVAL and note({"a": {"full": scores["a"]["full"]}}) == ""
+    assert "| - | - | - | - | - |" in render_scores({"a": scores["a"], "b": {"full": Score(0.1, 1.0, 1.0, 2)}})
+    examples = {
+        mixer: ExampleScores(
+            {"accuracy": (np.repeat([1.0, 0.0], counts), np.ones(100))}, np.arange(100, dtype=np.uint32)
+        )
+        for mixer, counts in {"full": (75, 25), "fnet": (50, 50)}.items()
+    }
+    known = {
+        "a": {
+            mixer: Score(of_mixer.sums["accuracy"][0].mean(), 1.0, 1, 1, of_mixer)
+            for mixer, of_mixer in examples.items()
+        }
+    }
+    lines = render_scores(known).splitlines()
+    assert lines[2].startswith("| full | 0.7500 ± 0.0864 | - |") and note(known) == NOTE
+    assert lines[3].startswith("| fnet | 0.5000 ± 0.0997 | -0.2500 (-0.3344 to -0.1558) |")
+    assert (
+        render_scores({**known, "b": known["a"]}).splitlines()[3].endswith("| 0.5000 | -0.2500 (-0.3082 to -0.1820) |")
+    )
     rows = [
         {"mixer": "full", "length": 8, "steps_per_second": 2.0, "peak_memory_bytes": 2**20},
         {"mixer": "fnet", "length": 8, "steps_per_second": 3.0, "peak_memory_bytes": 2**20},

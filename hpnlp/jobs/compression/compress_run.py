@@ -26,6 +26,7 @@ from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.jobs.compression.versions import ORIGINAL, CalibrationData, Version, after
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
+from hpnlp.report.paired_scores import paired_interval
 from hpnlp.spec import did_you_mean
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training import gradients, loop, run_directory
@@ -35,7 +36,6 @@ from hpnlp.training.evaluation import Evaluation, evaluate
 from hpnlp.training.files import evaluation_record
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.files.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
-from hpnlp.training.files.example_scores import error_of_difference
 from hpnlp.training.files.metrics import ProgressLines
 from hpnlp.training.starts.rewind import check_source, rewound
 from hpnlp.training.trainer import make_trainer
@@ -61,7 +61,7 @@ class Measurement:
       disk_bytes: Bytes of the file.
       seconds: Median time of the loss of a batch, by the number of sequences of the batch.
       scores: Held-out scores.
-      error: Standard error of the difference of the primary score to the original's, over examples; None if it is unknown.
+      interval: Ends of the 95 % interval of the difference of the primary score to the original's, see `paired_interval`.
       wall: Ratio of wall times to the original in the same rounds, by the number of sequences; empty for the original.
       cpu: Ratio of CPU times, as `wall`.
     """
@@ -72,7 +72,7 @@ class Measurement:
     disk_bytes: int
     seconds: Mapping[int, float]
     scores: Mapping[str, float]
-    error: float | None = None
+    interval: tuple[float, float] | None = None
     wall: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
     cpu: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
 
@@ -285,7 +285,7 @@ class _Compression:
                 size,
                 {n: c.programs[str(index)].seconds if index else c.baseline for n, c in times.items()},
                 evaluation.scores,
-                error_of_difference(evaluation.examples, evaluations[0].examples, self.metric),
+                paired_interval(evaluation.examples, evaluations[0].examples, self.metric) if index else None,
                 {n: c.programs[str(index)].wall for n, c in times.items()} if index else {},
                 {n: c.programs[str(index)].cpu for n, c in times.items()} if index else {},
             )

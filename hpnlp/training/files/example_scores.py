@@ -1,4 +1,4 @@
-"""Scores of single held-out examples, from which comparisons of runs compute standard errors.
+"""Scores of single held-out examples, from which comparisons of runs compute intervals.
 
 The loss of a batch and its metrics are sums over examples of weight times value. The derivative of such a sum with respect to
 the weights is therefore the value of each token or example (`with_examples`), for any model whose devices hold whole examples.
@@ -141,49 +141,6 @@ class ExampleScores:
         """
         return None if name not in self.sums else _error(*self.sums[name])
 
-    def paired_error(self, other: ExampleScores, name: str, slopes: tuple[float, float] = (1.0, 1.0)) -> float | None:
-        """Standard error of the difference to another run's score on the same examples.
-
-        Args:
-          other: Scores of the other run.
-          name: Name of the score.
-          slopes: Factors of the score and of the other run's.
-
-        Returns:
-          The error; None if the examples differ, or do not have this score.
-        """
-        if name not in self.sums or name not in other.sums or not np.array_equal(self.identity, other.identity):
-            return None
-        (total, weight), (other_total, other_weight) = self.sums[name], other.sums[name]
-        if not np.array_equal(weight, other_weight):
-            return None
-        return _error(slopes[0] * total - slopes[1] * other_total, weight)
-
-
-def error_of_difference(
-    first: ExampleScores | None, second: ExampleScores | None, name: str, slopes: tuple[float, float] = (1.0, 1.0)
-) -> float | None:
-    """Standard error of the difference of two scores: paired if both are of the same examples, otherwise as if independent.
-
-    Args:
-      first: Scores of the examples of one model; None if they are unknown.
-      second: Those of the other.
-      name: Name of the score.
-      slopes: Factors of the two scores.
-
-    Returns:
-      The error; None if it is unknown.
-    """
-    if first is None or second is None:
-        return None
-    paired = first.paired_error(second, name, slopes)
-    if paired is not None:
-        return paired
-    errors = first.standard_error(name), second.standard_error(name)
-    if errors[0] is None or errors[1] is None:
-        return None
-    return math.hypot(slopes[0] * errors[0], slopes[1] * errors[1])
-
 
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
     """Standard error of sum(total) / sum(weight), a ratio estimator over independent examples."""
@@ -237,13 +194,21 @@ class Collector:
         if not names:
             return None
         size = -(-sum(map(len, self._identity)) // MAX_EXAMPLES)
-        sums = {name: _grouped(np.concatenate(self._sums[name], axis=1), size) for name in names}
-        identity = _grouped(np.concatenate(self._identity)[None].astype(np.uint32), size)[0]
+        sums = {name: grouped(np.concatenate(self._sums[name], axis=1), size) for name in names}
+        identity = grouped(np.concatenate(self._identity)[None].astype(np.uint32), size)[0]
         return ExampleScores({name: (pair[0], pair[1]) for name, pair in sums.items()}, identity)
 
 
-def _grouped(values: np.ndarray, size: int) -> np.ndarray:
-    """`[k, n]` summed over groups of consecutive examples."""
+def grouped(values: np.ndarray, size: int) -> np.ndarray:
+    """Adds up groups of consecutive examples.
+
+    Args:
+      values: `[k, n]`.
+      size: Examples of a group.
+
+    Returns:
+      `[k, groups]`.
+    """
     return (
         values
         if size <= 1
