@@ -71,7 +71,7 @@ class Ranking:
       digits: Format of the score in the table.
       is_ratio: Whether equal ratios of scores are equal differences of quality, so that plots have a logarithmic axis.
       remark: Sentence on why scores do not compare; "" if they do.
-      metric: Name of the score of single examples whose mean decides the score, for standard errors; "" if there is none.
+      metric: Name of the score of single examples whose mean decides the score, for intervals; "" if there is none.
       slopes: Run -> derivative of its score by that mean; 1 for runs that are absent.
     """
 
