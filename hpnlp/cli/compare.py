@@ -17,9 +17,9 @@ directory of runs and sweeps, which stands for all of them. Runs of several task
 compare-classification.png.
 
 Scores have 95 % intervals over the held-out examples, and so have the differences to the best run, which are paired example by
-example and called "no difference" if the interval holds 0. Runs that differ only in train.seed also have a mean over seeds below
-the table. Compressed, converted and exported models are listed beside the runs, with their size, and with a score if hpnlp
-compress or hpnlp evaluate has scored them.
+example and called "no difference" if the interval holds 0. Runs that differ only in train.seed also have a mean over seeds,
+below the table. Compressed, converted and exported models are listed beside the runs, with their size, and with a score if
+hpnlp compress or hpnlp evaluate has scored them.
 
 Runs of hpnlp sweep --folds=K that differ only in the fold that they hold out are one row, with the mean score, its standard
 deviation over folds and a 95 % interval. --each_fold lists the run of each fold below its row.

@@ -19,8 +19,8 @@ hpnlp sweep --config=FILE --workdir=DIR [--folds=K] [--section.field=value ...]
 FILE defines get_sweep(), which returns a list of overrides such as {"model.dim": 128}, one for each member. All members are
 validated before the first one trains. Each member trains in its own process and directory under DIR. Finished members are
 skipped, interrupted ones are resumed, and a failed one does not stop the others. At the end, a table (compare.md) and a plot
-(compare.png) are written to DIR, with 95 % intervals of the differences to the best member (hpnlp compare --help). Ctrl-C and the other signals that stop `hpnlp train` save the current member, skip the
-remaining ones, and exit with code 130.
+(compare.png) are written to DIR, with 95 % intervals of the differences to the best member, as by hpnlp compare. Ctrl-C and the
+other signals that stop `hpnlp train` save the current member, skip the remaining ones, and exit with code 130.
 
 With --folds=K, each member is trained K times (cross-validation): fold k holds out the k-th of K equal parts of the documents
 or examples, in place of the fraction data.heldout. Parts are chosen by the same hash, so that groups stay together. The table
