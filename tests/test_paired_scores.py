@@ -81,6 +81,14 @@ def test_scores_that_cannot_be_paired_have_no_interval():
     assert paired_scores.half_interval(None, "score") is None and paired_scores.half_interval(known, "loss") is None
 
 
+def test_few_examples_of_different_weights_have_a_t_interval():
+    """Resamples of examples whose differences have one sign never hold 0."""
+    low, high = interval([1.1, 2.3], [1, 2], [1, 2])
+    assert low < 0 < high and low + high == pytest.approx(2 * (0.1 + 2 * 0.3) / 3)
+    first, second = [1.1, 2.3, 0.4], [1, 2, 0.5]
+    assert interval(first, second, [1, 1, 1 + 1e-9]) == pytest.approx(interval(first, second))
+
+
 def test_weights_may_differ_between_the_runs():
     rng = np.random.default_rng(1)
     values, first, second = rng.normal(0, 1, 200), rng.integers(1, 9, 200), rng.integers(1, 9, 200)
@@ -117,6 +125,7 @@ def test_differences_of_rankings_are_those_of_scores():
 def test_text_of_differences():
     assert Difference(0.01, (0.002, 0.018)).text() == "+0.0100 (+0.0020 to +0.0180)"
     assert Difference(-0.01, (-0.03, 0.01)).text(".2f") == "no difference, -0.01 (-0.03 to +0.01)"
+    assert Difference(1e-7, (9e-8, 2e-7)).text() == "no difference, +0.0000 (+0.0000 to +0.0000)"
     assert Difference(0.5).text() == "+0.5000" and Difference(math.nan).text() == "-"
 
 

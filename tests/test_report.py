@@ -15,7 +15,7 @@ from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.report import next_commands, plots, single
+from hpnlp.report import next_commands, plots, seeds, single
 from hpnlp.report.paired_scores import NO_INTERVAL
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
@@ -254,7 +254,7 @@ def test_compare_shows_intervals_paired_on_the_same_examples(tmp_path):
         "d": f"no difference, +0.1000 ({0.1 - halves['d']:+.4f} to {0.1 + halves['d']:+.4f})",
         "e": "+0.1000",  # of unknown ones
     }
-    assert "± and the values in brackets are 95 % intervals" in below
+    assert "± and the values in brackets in the table are 95 % intervals" in below
     assert below.count("A difference without an interval may be chance") == 1
     (directories[1] / "scores.npz").write_bytes(b"PK damaged")
     assert cells(report.compare(directories, tmp_path / "compare.png"))[0]["b"][score] == "2.0400"
@@ -274,7 +274,7 @@ def test_runs_that_differ_by_seed_have_an_interval_over_seeds(tmp_path):
     half = 4.302653 * 0.2 / math.sqrt(3)
     assert f"- {tmp_path}/a0 over seeds 0, 1, 2: mean 2.2000 ± {half:.4f}.\n" in below
     assert f"- {tmp_path}/b0 over seeds 0, 1, 3: mean 2.3667" in below and "c0 over" not in below
-    assert "to the best +0.2000 (+0.2000 to +0.2000)." in below
+    assert "difference to the best +0.2000 (+0.2000 to +0.2000)." in below and below.count(seeds.NOTE) == 1
 
 
 def test_intervals_of_perplexities_are_those_of_losses(tmp_path):

@@ -153,17 +153,21 @@ def plot_sizes(rows: Rows, path: Path) -> None:
         of_form = [row for row in rows if row["form"] == form]
         sizes, losses = [row["parameters"] for row in of_form], [row["steps"]["score"] for row in of_form]
         by_size.plot(sizes, losses, "o-", color=f"C{number}", label=f"{form}, equal steps")
-        by_size.plot(
-            sizes, [row["time"]["score"] for row in of_form], "o:", color=f"C{number}", label=f"{form}, equal time"
-        )
+        if form == "LSTM":  # the time is that of the transformer's steps
+            timed = [row["time"]["score"] for row in of_form]
+            by_size.plot(sizes, timed, "o:", color=f"C{number}", label="LSTM, the transformer's time")
         for row in of_form:
             steps = [step for step, _ in row["scores"]["0"]]
             curves = [[score for _, score in curve] for curve in row["scores"].values()]
             means = [sum(scores) / len(scores) for scores in zip(*curves, strict=True)]
             by_time.plot([step * row["step_seconds"] for step in steps], means, color=f"C{number}", linewidth=0.9)
     by_size.set(xscale="log", xlabel="parameters", ylabel="held-out loss, nats per byte")
+    ticks = [row["parameters"] for row in rows if row["form"] == "LSTM"]
+    by_size.set_xticks(ticks, [f"{tick / 1e3:.0f}k" for tick in ticks])
+    by_size.minorticks_off()
     by_size.legend(frameon=False, fontsize=8)
     by_time.set(xscale="log", xlabel="seconds of training steps, a line for each size")
+    by_time.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -17,7 +17,7 @@ directory of runs and sweeps, which stands for all of them. Runs of several task
 compare-classification.png.
 
 Scores have 95 % intervals over the held-out examples, and so have the differences to the best run, which are paired example by
-example and called "no difference" if the interval holds 0. Runs that differ only in train.seed also have a mean over seeds,
+example and called "no difference" if the interval contains 0. Runs that differ only in train.seed also have a mean over seeds,
 below the table. Compressed, converted and exported models are listed beside the runs, with their size, and with a score if
 hpnlp compress or hpnlp evaluate has scored them.
 

@@ -22,7 +22,7 @@ hpnlp compress RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STE
 Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
 and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
 compress.md, compress.json and compress.png. The difference of the score to the original has a 95 % interval, paired over the
-held-out examples, and is called "no difference" if the interval holds 0.
+held-out examples, and is called "no difference" if the interval contains 0.
 
 Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), experts(0.5), magnitude(0.1); filters(0.5), channels(0.5),
 hidden(0.5) and shapes(0.5) of convolutions; factorize(parameters=0.5); and the formats int8, int4(group=32), mixed(4), fp8,

@@ -22,7 +22,7 @@ hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [-
 Trains each mixer on each task, with one model size, one optimizer setting and one budget, each run in its own process and
 directory WORKDIR/TASK/mixer=MIXER. Finished runs are skipped, interrupted ones are resumed, and a failed one does not stop the
 others. Writes a table of accuracy, steps/s and peak memory (lra.md), a chart of them (lra.png), and a comparison for each task.
-Differences of accuracies have 95 % intervals, paired over the held-out examples: "no difference" is one that holds 0.
+Differences of accuracies have 95 % intervals, paired over the held-out examples: "no difference" if it contains 0.
 Overrides of the config hold for all runs. Tasks with published data read a directory: --tasks=text --data=imdb:aclImdb.
 
 --efficiency measures training steps of one task at --lengths instead, each in its own process, and writes

@@ -38,7 +38,7 @@ class Score(NamedTuple):
 
     @property
     def half(self) -> float | None:
-        """Half of the 95 % interval of the accuracy; None if it is unknown."""
+        """Half the width of the 95 % interval of the accuracy; None if it is unknown."""
         return None if self.accuracy is None else half_interval(self.examples, METRIC)
 
 
@@ -110,11 +110,11 @@ def note(scores: Mapping[str, Mapping[str, Score]]) -> str:
       scores: As for `render_scores`.
 
     Returns:
-      The sentences; "" if no two runs are compared.
+      The sentences; "" if the table has no interval, and no two runs are compared.
     """
     compared = [(result, _best(of_task)) for of_task in scores.values() for result in of_task.values()]
     differences = [difference for pair in compared if (difference := _difference(*pair)) is not None]
-    notes = [NOTE] if any(difference.interval is not None for difference in differences) else []
+    notes = [NOTE] if any(result.half is not None for result, _ in compared) else []
     return "\n".join([*notes, *([NO_INTERVAL] if any(d.interval is None for d in differences) else [])])
 
 

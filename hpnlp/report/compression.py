@@ -17,8 +17,8 @@ from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.training.files.evaluation_record import finite
 
 NOTE = (
-    'The difference to the original has a 95 % interval, paired over the held-out examples; "no difference" is an interval '
-    "that holds 0."
+    'The difference to the original has a 95 % interval, paired over the held-out examples. "no difference": the interval '
+    "contains 0."
 )
 
 

@@ -25,7 +25,7 @@ BASE = "base"  # name of a member that changes no field, as in hpnlp.cli.members
 NOTE = (
     "The score of a row is the mean over folds, each of which was held out from one training, and sd the standard deviation "
     "over folds. Intervals are over the examples of all folds where their scores are stored, else over the folds; those of "
-    'differences are paired, and "no difference" is an interval that holds 0, so that the order of such rows is no ranking. '
+    'differences are paired. "no difference": the interval contains 0, so that the order of such rows is not a ranking. '
     "Folds share training data, so that intervals are approximate."
 )
 

@@ -48,9 +48,14 @@ def scores_of(totals, weights, identity=None):
 def test_standard_errors_match_their_definition(tmp_path):
     rng = np.random.default_rng(0)
     totals = rng.normal(1, 1, 400)
-    one = scores_of(totals, np.ones(400))
+    one, other = scores_of(totals, np.ones(400)), scores_of(totals + rng.normal(0, 0.1, 400), np.ones(400))
     assert one.standard_error("loss") == pytest.approx(totals.std(ddof=1) / 20)
     assert one.standard_error("accuracy") is None
+    difference = other.sums["loss"][0] - totals
+    assert other.paired_error(one, "loss") == pytest.approx(difference.std(ddof=1) / 20)
+    assert other.paired_error(one, "accuracy") is None
+    assert other.paired_error(scores_of(totals, np.ones(400), one.identity[::-1]), "loss") is None
+    assert other.paired_error(scores_of(totals, np.arange(400)), "loss") is None
     assert scores_of([1.0], [1.0]).standard_error("loss") is None
     one.write(tmp_path)
     read = ExampleScores.read(tmp_path)

@@ -141,6 +141,21 @@ class ExampleScores:
         """
         return None if name not in self.sums else _error(*self.sums[name])
 
+    def paired_error(self, other: ExampleScores, name: str) -> float | None:
+        """Standard error of the difference to another run's score on the same examples, of the same weights.
+
+        Args:
+          other: Scores of the other run.
+          name: Name of the score.
+
+        Returns:
+          The error; None if the examples or their weights differ, or they do not have this score.
+        """
+        if name not in self.sums or name not in other.sums or not np.array_equal(self.identity, other.identity):
+            return None
+        (total, weight), (other_total, other_weight) = self.sums[name], other.sums[name]
+        return _error(total - other_total, weight) if np.array_equal(weight, other_weight) else None
+
 
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
     """Standard error of sum(total) / sum(weight), a ratio estimator over independent examples."""
