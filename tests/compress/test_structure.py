@@ -120,4 +120,6 @@ def test_units_are_chosen_by_layer_or_across_layers():
     scores = [np.array([1.0, 5.0, 2.0, 4.0]), np.array([0.1, 0.1, 9.0, 0.1])]
     assert [list(kept) for kept in choose_units(scores, 0.5, across_layers=False)] == [[1, 3], [0, 2]]
     assert [list(kept) for kept in choose_units(scores, 0.5, across_layers=True)] == [[1, 2, 3], [2]]
+    scaled = [1e-3 * scores[0], scores[1]]  # the scale of a layer's weights says nothing on its units
+    assert [list(kept) for kept in choose_units(scaled, 0.5, across_layers=True)] == [[1, 2, 3], [2]]
     raises("all heads of a layer would be removed", lambda: keep_units(split_layers(*make("plain"))[0], "heads", []))
