@@ -11,7 +11,7 @@ WIRING_FAULTS = (
         "hpnlp/nn/rnn.py",
         "masks[name] = jnp.full((1, 1, size), rate, jnp.float32)",
         "masks[name] = jnp.full((1, 1, size), 0.0, jnp.float32)",
-        "tests/models/test_rnn.py tests/ops/rnn",
+        "tests/nn/test_recurrent_layers.py tests/models/test_rnn.py tests/ops/rnn",
     ),
     Fault(
         "hidden_dropout",
@@ -19,7 +19,7 @@ WIRING_FAULTS = (
         "hpnlp/nn/rnn.py",
         'dropout_factors(self.make_rng("dropout"), ids[:, :1], size, r.hidden_dropout)',
         'dropout_factors(self.make_rng("dropout"), ids, size, r.hidden_dropout)',
-        "tests/models/test_rnn.py tests/ops/rnn",
+        "tests/nn/test_recurrent_layers.py tests/models/test_rnn.py tests/ops/rnn",
     ),
     Fault(
         "accumulation_key",

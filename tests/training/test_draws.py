@@ -1,5 +1,6 @@
 """Mixers that draw: their numbers depend on the step and the layer, and on nothing else."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
-from tests.drawn import drawn_params, drawn_state
+from tests.drawn import drawn, drawn_params, drawn_state
 from tests.fixed_and_drawing_mixers import noisy_keys, token_mixer
 
 B, T = 8, 8
@@ -106,3 +107,28 @@ def test_draws_change_no_bit_of_dropout():
 def test_mixers_that_draw_are_refused_on_a_ring():
     with pytest.raises(InputError, match="NoisyKeys draws, which a ring does not support: choose plan.exchange=heads"):
         make_trainer(model_of(mixer="noisy"), OPTIMIZER, Plan("sequence"), steps=1)
+
+
+def test_parts_of_an_accumulated_batch_draw_their_own_masks():
+    """Parts of equal rows have the variance of the rows of one batch; with one key for all parts it would be B times as large."""
+    rows = jax.tree.map(lambda x: jnp.repeat(x[:1], B, axis=0), batch())
+    deviations = []
+    for accumulate in (1, B):
+        optimizer = dataclasses.replace(OPTIMIZER, accumulate=accumulate)
+        trainer = make_trainer(
+            model_of(mixer="full", dropout=0.5), optimizer, Plan(), devices=jax.devices()[:1], steps=1
+        )
+        losses = []
+        for key in jax.random.split(jax.random.key(1), 24):
+            state = jax.device_put(drawn_state(trainer.state_shapes))
+            losses.append(float(trainer.step(state, rows, key)[1]["loss"]))
+        deviations.append(np.std(losses))
+    assert 0.5 < deviations[1] / deviations[0] < 0.7 * B**0.5, deviations
+
+
+def test_layers_draw_new_features_of_their_own():
+    model = model_of(mixer="performer(6,redraw=1)", layers=2)
+    trainer = make_trainer(model, OPTIMIZER, Plan(), devices=jax.devices()[:1], steps=1)
+    buffers = drawn(trainer.state_shapes.buffers, 1.0)
+    for projections in jax.tree.leaves(model.advance(buffers, {}, jnp.int32(0), jax.random.key(1))):
+        assert np.abs(projections[0] - projections[1]).max() > 0.1
