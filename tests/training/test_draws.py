@@ -110,7 +110,7 @@ def test_mixers_that_draw_are_refused_on_a_ring():
 
 
 def test_parts_of_an_accumulated_batch_draw_their_own_masks():
-    """Parts of equal rows have the variance of the rows of one batch; with one key for all parts it would be B times as large."""
+    """Parts of equal rows have the variance of the rows of one batch; with one key for all parts, it would be B times that."""
     rows = jax.tree.map(lambda x: jnp.repeat(x[:1], B, axis=0), batch())
     deviations = []
     for accumulate in (1, B):
