@@ -179,6 +179,14 @@ def test_a_student_like_its_teacher_has_no_loss():
     assert max(float(np.abs(x).max()) for x in jax.tree.leaves(gradient)) < 1e-3
 
 
+def test_padding_counts_in_no_term_of_all_tokens():
+    model, batch = distilled("logits(tokens=all),regression(tokens=all)"), batch_of(0)
+    out = once(lambda w: loss_of(model, w, batch), values_of(model))
+    tokens = int((np.asarray(batch["segment_ids"]) > 0).sum())
+    assert tokens < batch["tokens"].size
+    assert [float(out.aux[f"distill_{name}"][1]) for name in ("logits", "regression")] == [tokens, tokens]
+
+
 def test_schedules_choose_terms_and_layers():
     model = distilled("hidden(first, progressive=True, end=0.5),logits(weight=2, begin=0.5)", steps=8)
     weights, batch, sums = values_of(model), batch_of(0), []

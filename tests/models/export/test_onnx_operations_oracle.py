@@ -58,6 +58,11 @@ CASES = {
     "gather, fill of bools": gathered(TABLE > 3, "fill"),
     "gather, fill of the second axis": second_axis,
     "top_k, equal values": lambda tokens: jnp.concatenate(lax.top_k(tokens // 3, 3), axis=1),
+    "cumulative sum of rows": lambda tokens: lax.cumsum(tokens, axis=1),
+    "cumulative sum of columns, reversed": lambda tokens: lax.cumsum(tokens, axis=0, reverse=True),
+    "slice with steps": lambda tokens: lax.slice(tokens, (0, 1), (2, 4), (1, 2)),
+    "padding on both sides": lambda tokens: lax.pad(tokens, jnp.int32(5), ((1, 0, 0), (0, 2, 0))),
+    "argmin of columns": lambda tokens: lax.argmin(tokens, 0, jnp.int32),
     "take_along_axis": lambda tokens: jnp.take_along_axis(jnp.asarray(TABLE.T)[:2], tokens % 8, axis=1),
     "take_along_axis of integers": lambda tokens: jnp.take_along_axis(tokens, tokens, axis=0),
 }

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from hpnlp.models import decode
 from hpnlp.models.huggingface import convert
+from hpnlp.models.huggingface.families import FAMILIES
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 
@@ -329,3 +330,15 @@ def test_both_spellings_of_rope_are_read(case, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     assert convert.load(tmp_path)[0] == convert.load(directory)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_those_of_the_configuration_class(name):
+    transformers = pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    derived = {"num_key_value_heads": theirs.get("num_attention_heads")}
+    for key, ours in family.defaults.items():
+        expected = theirs.get(key)
+        if isinstance(expected, int | float | str) and key != "head_dim":
+            assert (derived.get(key) if ours is None else ours) == expected, key
