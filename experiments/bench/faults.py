@@ -385,7 +385,8 @@ def detected_by(tree: Path, tests: list[str], keyword: str, markers: str) -> str
         )
     except subprocess.TimeoutExpired:
         return "timeout"
-    lines = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [line.split(maxsplit=1)[1].split(" - ")[0] for line in failed]  # names of cases have spaces
     return lines[0] if lines else "" if done.returncode in (0, 5) else f"exit code {done.returncode}"
 
 
