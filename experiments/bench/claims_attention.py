@@ -45,10 +45,10 @@ def accuracy(mixer: str) -> Figure:
     return Figure("arena", {"mixer": mixer}, ("accuracy",), f"`{mixer}` {{:.1%}}")
 
 
-def block(group: str, form: str, text: str, partly: float | None = None) -> Figure:
+def block(group: str, form: str, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
     """Held-out loss of a model with other blocks over that of the standard block, after equal steps."""
-    fields = {"group": group, "form": form}
-    return Figure("evolved_lite", fields, ("steps", "over_plain"), text, partly=partly, lower_is_better=True)
+    fields, field = {"group": group, "form": form}, ("steps", "over_plain")
+    return Figure("evolved_lite", fields, field, text, reproduced=reproduced, partly=partly, lower_is_better=True)
 
 
 IN_WORDS = "numbers to words, loss {:.3f} times that of the standard block"
@@ -237,19 +237,17 @@ ATTENTION = (
         "https://arxiv.org/abs/2004.11886",
         "beside the base Transformer; WMT'14",
         (
-            block("numbers", "lite, 40 % of the parameters", IN_WORDS, 1.01),
+            block("numbers", "lite, 40 % of the parameters", IN_WORDS),
             Figure(
                 "evolved_lite",
                 {"group": "numbers", "form": "lite, 40 % of the parameters"},
                 ("flops_over_plain",),
                 "{:.1f} times fewer FLOPs",
                 inverse=True,
-                reproduced=2.5,
-                partly=2.0,
             ),
-            block("language_model", "lite, 40 % of the parameters", IN_BYTES),
+            block("language_model", "lite, 40 % of the parameters", IN_BYTES, 1.01, 1.03),
         ),
-        "small models and equal steps, no translation; with numbers to words three seeds show no difference",
+        "judged by the language model, small models and equal steps; with numbers to words three seeds show no difference",
     ),
     Claim(
         "the quality of the big Transformer with 37.6 % fewer parameters",
@@ -257,11 +255,11 @@ ATTENTION = (
         "https://arxiv.org/abs/1901.11117",
         "WMT'14 English-German",
         (
-            block("numbers", "evolved, 62 % of the parameters", IN_WORDS, 1.0),
-            block("language_model", "evolved, 62 % of the parameters", IN_BYTES),
+            block("numbers", "evolved, 62 % of the parameters", IN_WORDS),
+            block("language_model", "evolved, 62 % of the parameters", IN_BYTES, 1.0, 1.01),
             block("language_model", "evolved", "{:.3f} with as many parameters"),
         ),
-        "small models and equal steps, no translation; with numbers to words three seeds cannot exclude a loss",
+        "judged by the language model, equal steps; numbers to words: a difference of -0.47 ± 0.61 nats",
     ),
     Claim(
         "BLEU 29.7",
