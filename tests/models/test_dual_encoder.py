@@ -331,7 +331,8 @@ def test_evaluation_encodes_the_parts_of_a_batch_in_turn():
 @pytest.mark.parametrize("name", [*FIELDS, "separate, hard"])
 def test_accumulation_on_devices_has_the_gradients_of_the_whole_batch(name):
     """Negatives come from the texts of all devices, and gradients reach them there."""
-    model, params = make(dropout=0.2, **(FIELDS | HARD_FIELDS)[name])
+    # With a deviation of 0.4, parameters that differ in the last bit move the gradients by 3e-6 to 5e-6.
+    model, params = make(0.2, dropout=0.2, **(FIELDS | HARD_FIELDS)[name])
     parts = [make_batch(seed=seed, negatives=model.config.negative_texts) for seed in range(4)]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     expected, expected_metrics = first_gradients(model, params, Plan("single"), 1, 1, batch)
