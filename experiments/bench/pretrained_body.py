@@ -1,8 +1,10 @@
 """Trains a classifier on few labelled texts from the body of a masked language model, and from scratch.
 
     python experiments/bench/pretrained_body.py --workdir=runs/pretrained_body [--seeds=3] [--tiny]
+    python experiments/bench/pretrained_body.py --workdir=runs/pretrained_subwords --tokenizer="bpe(4096)" --length=128 \
+        --pretraining=2500 --name=pretrained_subwords
 
-The masked language model reads the bytes of the Python standard library but for 10 % of its files. The classifier predicts the
+The masked language model reads the bytes, or the tokens of --tokenizer, of the Python standard library but for 10 % of its files. The classifier predicts the
 package of a function, from PER_CLASS labelled functions of each package, which each seed draws anew from the files that the
 masked language model has read, and is scored on the functions of the other files. Both classifiers have the same model, steps,
 examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not trained again, so that
@@ -47,6 +49,9 @@ flags.DEFINE_string("workdir", "runs/pretrained_body", "Directory of the runs an
 flags.DEFINE_integer("seeds", 3, "Classifiers of each kind, with the seeds 0, 1, ...", lower_bound=1)
 flags.DEFINE_integer("pretraining", 500, "Steps of the masked language model.")
 flags.DEFINE_integer("steps", 120, "Steps of each classifier.")
+flags.DEFINE_string("tokenizer", "bytes", "Tokenizer of all models, trained by the masked language model.")
+flags.DEFINE_integer("length", 256, "Tokens of a sequence.")
+flags.DEFINE_string("name", "pretrained_body", "Name of the result.")
 flags.DEFINE_bool("tiny", False, "A smoke test, whose result is written to the workdir.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where the result goes.")
 
@@ -77,7 +82,7 @@ def trained(experiment: str, name: str, fields: dict[str, Any]) -> Path:
     """The directory of a finished run."""
     workdir = Path(FLAGS.workdir, name)
     if not (workdir / "report.json").exists():
-        fields = {"plan.name": "single", "data.seq_len": 32 if FLAGS.tiny else 256} | fields
+        fields = {"plan.name": "single", "data.seq_len": 32 if FLAGS.tiny else FLAGS.length} | fields
         command = [sys.executable, "-m", "hpnlp", "train", f"--config={experiment}", f"--workdir={workdir}"]
         subprocess.run([*command, *(f"--{field}={value}" for field, value in fields.items())], check=True)
     return workdir
@@ -87,6 +92,7 @@ def pretrained() -> Path:
     """The run of the masked language model."""
     model = {f"model.{name}": value for name, value in (TINY_MODEL if FLAGS.tiny else MODEL).items()}
     steps = {"train.steps": 2 if FLAGS.tiny else FLAGS.pretraining, "train.eval_every": 0}
+    steps |= {"data.tokenizer": FLAGS.tokenizer}
     size = {"data.heldout": HELDOUT, "data.heldout_bytes": 2_000 if FLAGS.tiny else 100_000}
     return trained("masked_lm/bytes", "masked", model | steps | size)
 
@@ -105,12 +111,12 @@ def classifier(arm: str, seed: int, source: Path) -> Path:
     }
     if arm == "body":
         return trained("classification/stdlib", f"{arm}-{seed}", fields | {"train.init_from": source})
-    report_of_source = report.read_report(source)["config"]
-    same = {
-        name: value for name, value in report_of_source.items() if name in ("model.layers", "model.dim", "model.heads")
-    }
-    vocabulary = {"data.tokenizer": "bytes", "model.vocab": 265}  # with the id of hidden tokens, as the source has it
-    return trained("classification/stdlib", f"{arm}-{seed}", fields | same | vocabulary)
+    names = ("model.layers", "model.dim", "model.heads", "model.vocab")  # the last with the id of hidden tokens
+    config = report.read_report(workdir / f"body-{seed}")["config"]
+    same = {name: config[name] for name in names} | {"data.tokenizer": FLAGS.tokenizer}
+    if (source / "tokenizer.json").exists():
+        same["data.tokenizer"] = source / "tokenizer.json"
+    return trained("classification/stdlib", f"{arm}-{seed}", fields | same)
 
 
 def row_of(name: str, runs: Sequence[Path], others: Sequence[Path]) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def main(_: list[str]) -> None:
     )
     for row in rows:
         print(row)
-    print(measure.write_result("pretrained_body", rows, FLAGS.workdir if FLAGS.tiny else FLAGS.out))
+    print(measure.write_result(FLAGS.name, rows, FLAGS.workdir if FLAGS.tiny else FLAGS.out))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ WINDOWS = 9
 FOLD = 8
 # Scores, or maxima of folds, that are kept at a time, for a part of the queries.
 SCORES = 1 << 23
-MAXIMA = 1 << 21
+MAXIMA = 1 << 22
 # Least number of queries for each cell from which they read a cell together.
 SHARED = 2
 # Largest number of queries that read a cell together.
@@ -202,17 +202,24 @@ def search_coded_cells(
 def _in_parts(
     search: Callable[[Any, Array], tuple[Array, Array]], queries: PyTree[Array], near: Int[Array, "Q p"], cells: int
 ) -> tuple[Array, Array]:
-    """Searches parts of the queries one after another, each with about `cells` pairs of a query and a cell."""
+    """Searches equal parts of the queries one after another, each with at most about `cells` pairs of a query and a cell.
+
+    A small last part would read cells for one query at a time: 4,096 queries took twice as long.
+    """
     count, probes = near.shape
-    part = max(min(cells // probes, count), 1)
-    end = count // part * part
-    groups = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (queries, near))
-    best = lax.map(lambda x: search(*x), groups)
-    best = jax.tree.map(lambda x: x.reshape(end, *x.shape[2:]), best)
-    if end < count:
-        last = search(jax.tree.map(lambda x: x[end:], queries), near[end:])
-        best = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), best, last)
-    return best
+    parts = -(-count // max(cells // probes, 1))
+    if parts <= 1:
+        return search(queries, near)
+    part = -(-count // parts)
+    # The last part begins earlier, so that all have the same size, and searches some queries a second time.
+    starts = jnp.minimum(jnp.arange(parts, dtype=jnp.int32) * part, count - part)
+
+    def search_part(start: Array) -> tuple[Array, Array]:
+        return search(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (queries, near)))
+
+    best = lax.map(search_part, starts)
+    last = parts * part - count
+    return jax.tree.map(lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, last:]]), best)
 
 
 def _with_ids(index: Cells, s: Float[Array, "B k"], row: Int[Array, "B k"]) -> tuple[Array, Array]:

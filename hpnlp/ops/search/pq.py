@@ -292,7 +292,7 @@ def pq_search(
     Cost:
       For each query 2 (C + rerank) D operations, and for each row of its cells M additions, or 2 D operations if there are at
       least 8 queries for each cell, up to 64 of which share the decoded codes. Memory O(Q (k + probes)), the scores of about
-      2^22 means, about 2^21 maxima of folds, and with fewer queries Q M K products.
+      2^22 means, about 2^22 maxima of folds, and with fewer queries Q M K products.
 
     References:
       See `build_pq`.
