@@ -4,12 +4,12 @@
     python experiments/bench/pretrained_body.py --workdir=runs/pretrained_subwords --tokenizer="bpe(4096)" --length=128 \
         --pretraining=2500 --name=pretrained_subwords
 
-The masked language model reads the bytes, or the tokens of --tokenizer, of the Python standard library but for 10 % of its files. The classifier predicts the
-package of a function, from PER_CLASS labelled functions of each package, which each seed draws anew from the files that the
-masked language model has read, and is scored on the functions of the other files. Both classifiers have the same model, steps,
-examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not trained again, so that
-the same command goes on after an interruption. The interval of the difference is over held-out functions, paired by function,
-and over seeds. `--tiny` runs everything once in a size that learns nothing.
+The masked language model reads the Python standard library but for 10 % of its files, as bytes or as tokens of --tokenizer.
+The classifier predicts the package of a function, from PER_CLASS labelled functions of each package, which each seed draws anew
+from the files that the masked language model has read, and is scored on the functions of the other files. Both classifiers have
+the same model, steps, examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not
+trained again, so that the same command goes on after an interruption. The interval of the difference is over held-out
+functions, paired by function, and over seeds. `--tiny` runs everything once in a size that learns nothing.
 
 Howard and Ruder 2018 (ULMFiT, section 5): on IMDb, a classifier from a pretrained language model with 100 labelled texts has
 the error of one from scratch with 10 times as many.
