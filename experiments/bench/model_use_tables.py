@@ -112,7 +112,7 @@ def pretrained_body(rows: Rows) -> Lines:
         if row.get("half_interval") is not None:
             figure += f"; {row['difference']:+.1%} +- {row['half_interval']:.1%} to the same classifier from scratch"
         about = f", {row['steps']} steps, {row['seeds']} seeds" if "seeds" in row else ""
-        subject = "hidden bytes" if row["what"] == "masked language model" else "package of a function from few labels"
+        subject = "hidden tokens" if row["what"] == "masked language model" else "package of a function from few labels"
         lines.append((f"{subject}: accuracy of {row['what']}{about}", figure))
     return lines
 

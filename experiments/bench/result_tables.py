@@ -481,6 +481,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "realm": model_use_tables.realm,
     "realm_stdlib": model_use_tables.realm_stdlib,
     "pretrained_body": model_use_tables.pretrained_body,
+    "pretrained_subwords": model_use_tables.pretrained_body,
     "demo_perl": model_use_tables.demo,
     "demo_documentation": model_use_tables.demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),

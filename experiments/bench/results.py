@@ -65,7 +65,7 @@ SECTIONS = {
         "precision",
         "adamw",
     ),
-    "Tasks": ("task_runs", "pretrained_body"),
+    "Tasks": ("task_runs", "pretrained_body", "pretrained_subwords"),
     "Attention": ("attention",),
     "Linear, bucketed and recurrent attention": (
         "linear_attention",

@@ -5,6 +5,7 @@ A finished directory has RESULT, and the scores of its held-out examples. An int
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -108,7 +109,7 @@ def paired(ours: Sequence[ExampleScores], theirs: Sequence[ExampleScores], name:
             sys.exit("two runs were scored on different held-out examples: start with a new --workdir")
         totals.append(first.sums[name][0] - second.sums[name][0])
     differences = [float(total.sum() / weight.sum()) for total in totals]
-    mean = ExampleScores({name: (np.mean(totals, axis=0), weight)}, ours[0].identity)
+    mean = dataclasses.replace(ours[0], sums={name: (np.mean(totals, axis=0), weight)})
     of_examples = mean.standard_error(name)
     assert of_examples is not None
     of_seeds = statistics.variance(differences) / len(differences) if len(differences) > 1 else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import math
 import statistics
@@ -17,13 +18,14 @@ from typing import TypeAlias
 import numpy as np
 
 from hpnlp.errors import InputError
-from hpnlp.report.paired_scores import is_right_or_wrong, resampled_sums, with_two_examples
-from hpnlp.training.files.example_scores import ExampleScores
+from hpnlp.report.paired_scores import is_right_or_wrong, linearised, resampled_sums, with_two_examples
+from hpnlp.training.files.example_scores import LEAST_DOCUMENTS, ExampleScores, with_equal_documents
 
 ERROR = 0.05  # probability that a model exactly at the limit is accepted
 POWER = 0.8  # probability that an equally good model is accepted, for numbers of examples
 RESAMPLES = 2000
-FEWEST = 20  # fewer examples or documents show nothing
+FEWEST = 20  # fewer examples show nothing, and fewer documents are not resampled
+FEW = 100  # from which the t distribution is a normal one
 # Shares of examples on which only one of two models is right: assumptions, until a few examples have been compared.
 DISCORDANT_INT8, DISCORDANT_PRUNED = 0.03, 0.1
 _NORMAL = statistics.NormalDist()
@@ -51,10 +53,11 @@ class KeptQuality:
       low: Lower limit of the retention, one-sided at 95 %; -inf if there is none.
       keep: Least retention that is accepted.
       p_value: Probability that a model exactly at the limit `keep` has at least this result.
-      count: Number of examples, or of documents.
+      count: Number of examples.
       has_learned: Whether the original is better than the trivial score, one-sided at 95 %.
       discordant: Mean squared difference of the scores of an example: of right and wrong answers, the share of examples on
         which only one of the models is right. None if the examples have different weights.
+      documents: Number of documents or groups that the examples belong to; 0 if each stands for itself.
     """
 
     retention: float
@@ -64,6 +67,7 @@ class KeptQuality:
     count: int
     has_learned: bool
     discordant: float | None
+    documents: int = 0
 
     @property
     def verdict(self) -> QualityVerdict:
@@ -127,12 +131,12 @@ def kept(
 
     Examples of equal weight are compared by the mean of c - trivial - keep (b - trivial), as normally distributed. If all
     scores are right or wrong (1 or 0), two examples are added, of which each model has one right: otherwise, few examples
-    without a difference would show that nothing is lost. Examples of different weights, such as documents, are resampled.
+    without a difference would show that nothing is lost. Examples of different weights are resampled. Where examples share
+    documents, these are compared as well, as independent units, and the result is that with the larger p-value.
 
     Args:
       original: Scores of the original model.
-      changed: Scores of the changed model on the same examples. Pass `by_document` of both where several examples are of one
-        document, as in language models.
+      changed: Scores of the changed model on the same examples.
       name: Name of the score. Its weights may differ between the models, as those of F1 do.
       keep: Least retention, such as 0.97.
       trivial: See `retention`.
@@ -146,30 +150,56 @@ def kept(
       InputError: `keep` is not between 0 and 1, or the scores are of different examples, or of fewer than two.
 
     Cost:
-      2,000 passes over the documents, if their weights differ.
+      2,000 passes over the examples, if their weights differ.
 
     References:
       Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data".
       Fieller 1954, "Some problems in interval estimation", for the limit of a ratio.
     """
     _check_keep(keep)
+    compare = functools.partial(
+        _kept, name=name, keep=keep, trivial=trivial, higher_is_better=higher_is_better, seed=seed
+    )
+    result = compare(original, changed)
+    first, second = with_equal_documents(original, changed)
+    if not first.document_count:
+        return result
+    by_document = compare(first.by_document(), second.by_document())
+    return dataclasses.replace(
+        result,
+        low=min(result.low, by_document.low),
+        p_value=max(result.p_value, by_document.p_value),
+        has_learned=result.has_learned and by_document.has_learned,
+        documents=by_document.count,
+    )
+
+
+def _kept(
+    original: ExampleScores,
+    changed: ExampleScores,
+    name: str,
+    keep: float | int,
+    trivial: float | int,
+    higher_is_better: bool,
+    seed: int,
+) -> KeptQuality:
+    """As `kept`, with one unit: examples or documents."""
     totals, weights = _pairs(original, changed, name)
     count = totals.shape[1]
     sign = 1 if higher_is_better else -1
     if not np.isfinite(totals[0]).all():
         return KeptQuality(math.nan, -math.inf, keep, 1.0, count, has_learned=False, discordant=None)
     if not np.isfinite(totals[1]).all():
-        of_original = kept(
-            original, original, name, keep=keep, trivial=trivial, higher_is_better=higher_is_better, seed=seed
-        )
+        of_original = _kept(original, original, name, keep, trivial, higher_is_better, seed)
         return dataclasses.replace(of_original, retention=-math.inf, low=-math.inf, p_value=1.0, discordant=None)
     score = totals.sum(axis=1) / weights.sum(axis=1)
     share = retention(float(score[0]), float(score[1]), trivial, higher_is_better)
-    if (weights != weights[0, 0]).any():
+    if (weights != weights[0, 0]).any() and count >= FEWEST:
         low, p_value, has_learned = _by_bootstrap(sign * (totals - trivial * weights), weights, keep, seed)
         return KeptQuality(share, low, keep, p_value, count, has_learned, None)
-    values = totals / weights
-    discordant = float(((values[1] - values[0]) ** 2).mean())
+    is_equal = bool((weights == weights[0, 0]).all())
+    values = totals / weights if is_equal else linearised(totals, weights)
+    discordant = float(((values[1] - values[0]) ** 2).mean()) if is_equal else None
     if is_right_or_wrong(values):
         values = with_two_examples(values)
     low, p_value, has_learned = _by_formula(sign * (values - trivial), keep)
@@ -193,11 +223,15 @@ def _by_formula(gains: np.ndarray, keep: float | int) -> tuple[float, float, boo
 
     The limit is the largest share that the test accepts, by solving its quadratic equation.
     """
+    from scipy import special
+
     b, c = gains.mean(axis=1)
+    freedom = gains.shape[1] - 1 if gains.shape[1] < FEW else math.inf
+    quantile = float(special.stdtrit(freedom, 1 - ERROR))
     covariance = np.cov(gains) / gains.shape[1]
     margin, variance = c - keep * b, np.array([-keep, 1]) @ covariance @ np.array([-keep, 1])
-    p_value = _NORMAL.cdf(-margin / math.sqrt(variance)) if variance > 0 else float(margin <= 0)
-    (bb, bc), (_, cc) = np.outer([b, c], [b, c]) - _Z**2 * covariance
+    p_value = float(special.stdtr(freedom, -margin / math.sqrt(variance))) if variance > 0 else float(margin <= 0)
+    (bb, bc), (_, cc) = np.outer([b, c], [b, c]) - quantile**2 * covariance
     if b <= 0 or bb <= 0:
         return -math.inf, p_value, False
     return float(bc - math.sqrt(max(bc**2 - bb * cc, 0.0))) / float(bb), p_value, True
@@ -233,28 +267,6 @@ def confirmed(results: Sequence[KeptQuality]) -> tuple[bool, ...]:
     return tuple(accepted)
 
 
-def by_document(scores: ExampleScores, documents: Labels) -> ExampleScores:
-    """Adds up the scores of the examples of each document.
-
-    Args:
-      scores: Scores of examples.
-      documents: Number or name of the document of each example.
-
-    Returns:
-      Scores of the documents, in the order of their numbers.
-
-    Raises:
-      InputError: There are not as many numbers as examples.
-    """
-    numbers, index = np.unique(np.asarray(documents), return_inverse=True)
-    if len(index) != len(scores.identity):
-        raise InputError(f"documents: {len(index)} numbers for {len(scores.identity)} examples: expected one for each")
-    identity = np.zeros(len(numbers), np.uint32)
-    np.add.at(identity, index, scores.identity)
-    sums = {name: (np.bincount(index, total), np.bincount(index, n)) for name, (total, n) in scores.sums.items()}
-    return ExampleScores(sums, identity)
-
-
 def subset(scores: ExampleScores, is_in: np.ndarray) -> ExampleScores:
     """The scores of some of the examples.
 
@@ -266,8 +278,23 @@ def subset(scores: ExampleScores, is_in: np.ndarray) -> ExampleScores:
       Scores, in the same order.
     """
     return ExampleScores(
-        {key: (pair[0][is_in], pair[1][is_in]) for key, pair in scores.sums.items()}, scores.identity[is_in]
+        {key: (pair[0][is_in], pair[1][is_in]) for key, pair in scores.sums.items()},
+        scores.identity[is_in],
+        None if scores.documents is None else scores.documents[is_in],
     )
+
+
+def units(scores: ExampleScores) -> np.ndarray:
+    """The units by which examples are divided into halves.
+
+    Args:
+      scores: Scores of the examples.
+
+    Returns:
+      The number of the document of each example, where there are enough for two halves; otherwise of each example.
+    """
+    is_enough = scores.document_count >= 2 * LEAST_DOCUMENTS
+    return scores.documents if scores.documents is not None and is_enough else np.arange(len(scores.identity))
 
 
 def is_for_selection(documents: Labels, seed: int = 0) -> np.ndarray:
@@ -380,7 +407,8 @@ def described(result: KeptQuality) -> str:
             return "loses its quality: scores are not finite"
         case QualityVerdict.LOST:
             return f"{share}, less than {_percent(result.keep)} with 95 % confidence"
-    return f"{share}, {limit}: too few held-out examples to show that it keeps {_percent(result.keep)}"
+    unit = "documents" if result.documents else "examples"
+    return f"{share}, {limit}: too few held-out {unit} to show that it keeps {_percent(result.keep)}"
 
 
 def described_size(count: int, keep: float | int, gain: float | int, discordant: float | int, models: str) -> str:

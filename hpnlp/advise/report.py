@@ -133,7 +133,8 @@ def _compared(advice: Advice) -> Iterator[str]:
     trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
     path = flat(advice.config).get("data.heldout_path") or flat(advice.config).get("data.path")
     score = f"held-out {metric} {original.scores[metric]:.4f}{f' on {path}' if path else ''}"
-    yield f"Quality: {score}{trivial}; {count:,} examples, half of them to confirm."
+    documents = f" of {original.examples.document_count:,} documents" if original.examples.document_count else ""
+    yield f"Quality: {score}{trivial}; {count:,} examples{documents}, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
     if metric == "accuracy" and gain and advice.recommended is None:
         yield _examples_needed(advice, count, gain)

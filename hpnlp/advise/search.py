@@ -320,7 +320,7 @@ class _Search:
         name = self.metric if self.metric in original.sums and self.metric in changed.sums else "loss"
         higher_is_better = self.higher_is_better and name == self.metric
         trivial = self.baseline.trivial if name == trivial_name(self.metric) else None
-        halves = kept_quality.is_for_selection(np.arange(len(original.identity)))
+        halves = kept_quality.is_for_selection(kept_quality.units(original))
         chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
         if (trivial is None and not higher_is_better) or chosen.sum() < 2:
             return None

@@ -235,11 +235,37 @@ class Corpus:
             raise InputError(f"stride={stride}: expected 1 to data.seq_len={seq_len}")
         if stride is not None and self.config.order == "stream":
             raise InputError(f"stride={stride}: sequences of data.order='stream' do not overlap: pass None")
-        rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
-        divide = ordered_streams if self.config.order == "stream" else ordered_batches
-        batches = divide(rows.ranges[0][1], limit, Share(batch_size, process_index, process_count))
+        rows = self._heldout_rows(stride)
+        batches = self._heldout_order(rows, limit, Share(batch_size, process_index, process_count))
         made = (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
         return FiniteBatches(made, operator.length_hint(batches))
+
+    def document_numbers(self, batch_size: int, stride: int | None, limit: int | None) -> np.ndarray:
+        """The document of the first scored token of each held-out sequence.
+
+        Args:
+          batch_size: As for `heldout`.
+          stride: As for `heldout`.
+          limit: As for `heldout`.
+
+        Returns:
+          int64 [batches, batch_size], in the order of `heldout` over all processes; -1 for sequences that fill a batch.
+        """
+        rows = self._heldout_rows(stride)
+        batches = [numbers for numbers, _ in self._heldout_order(rows, limit, Share(batch_size, 0, 1))]
+        documents = np.full((len(batches), batch_size), -1, np.int64)
+        for row, numbers in zip(documents, batches, strict=True):
+            row[: len(numbers)] = rows.documents(numbers)
+        return documents
+
+    def _heldout_rows(self, stride: int | None) -> packing.ConcatRows:
+        return packing.ConcatRows(self._heldout, self.config.seq_len, [(0, self.heldout_tokens)], stride)
+
+    def _heldout_order(
+        self, rows: packing.ConcatRows, limit: int | None, share: Share
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        divide = ordered_streams if self.config.order == "stream" else ordered_batches
+        return divide(rows.ranges[0][1], limit, share)
 
     @property
     def train_rows(self) -> int:

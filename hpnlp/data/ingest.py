@@ -173,6 +173,10 @@ class Candidates:
         self._sizes.append(size)
         return self._fractions[-1]
 
+    def hashes(self, numbers: Sequence[int]) -> np.ndarray:
+        """The hashes of records with these numbers, float64 [n]; equal for equal names."""
+        return np.array(self._fractions, np.float64)[np.array(numbers, np.int64)]
+
     def lowest(self, limit: float | int, known: Sequence[int] | None = None) -> list[int]:
         """Numbers, ascending, of the records with the lowest hashes whose sizes add up to at most `limit`; at least one record.
 

@@ -83,6 +83,15 @@ class ConcatRows:
         loss_from = np.where(row_in_range > 0, start + self._seq_len - self._stride + 1, 0)
         return dataclasses.replace(segments, loss_from=loss_from[segments.row])
 
+    def documents(self, rows: np.ndarray) -> np.ndarray:
+        """Number of the document of the first label with loss of rows with these numbers, integers [B]."""
+        segments = self.segments(rows)
+        last_label = segments.start + segments.length
+        first = np.full(len(rows), len(segments.row))
+        has_loss = np.flatnonzero(last_label >= (0 if segments.loss_from is None else segments.loss_from))
+        np.minimum.at(first, segments.row[has_loss], has_loss)
+        return np.searchsorted(self._tokens.ends, segments.start[first], "right")
+
 
 class FitRows:
     """Rows of complete documents. A longer document is cut into pieces of `seq_len` inputs and a shorter last piece.

@@ -212,7 +212,18 @@ def _pooled(examples: Iterable[ExampleScores], metric: str) -> ExampleScores:
     """The scores of the examples of several folds."""
     scores = list(examples)
     sums = tuple(np.concatenate([part.sums[metric][i] for part in scores]) for i in (0, 1))
-    return ExampleScores({metric: (sums[0], sums[1])}, np.concatenate([part.identity for part in scores]))
+    documents, count = [], 0
+    for part in scores:  # folds share no document
+        if part.documents is None:
+            documents.clear()
+            break
+        documents.append(part.documents + count)
+        count += int(part.documents.max(initial=-1)) + 1
+    return ExampleScores(
+        {metric: (sums[0], sums[1])},
+        np.concatenate([part.identity for part in scores]),
+        np.concatenate(documents) if documents else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

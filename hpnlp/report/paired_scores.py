@@ -10,16 +10,16 @@ import numpy as np
 
 from hpnlp.measure import t_quantile
 from hpnlp.tasks.reports.reporting import Ranking
-from hpnlp.training.files.example_scores import ExampleScores, grouped
+from hpnlp.training.files.example_scores import ExampleScores, grouped, with_equal_documents
 
 RESAMPLES = 2000
 _TOLERANCE = 1e-3  # relative difference of a score to the mean over examples from which it is another function of them
 MIN_RESAMPLED = 5  # resampling 2 to 4 examples gave intervals that contain the true difference in 50 to 83 % of cases
 MAX_GROUPS = 4096  # more examples are resampled in groups of consecutive ones
 NOTE = (
-    "± and the values in brackets in the table are 95 % intervals over the held-out examples; those of differences are paired "
-    'example by example. "no difference": the interval contains 0, so that the order of such rows is not a ranking. The '
-    "intervals leave out the variation between seeds."
+    "± and the values in brackets in the table are 95 % intervals over the held-out examples, or over documents where examples "
+    'share them; those of differences are paired. "no difference": the interval contains 0, so that the order of such rows is '
+    "not a ranking. The intervals leave out the variation between seeds."
 )
 NO_INTERVAL = (
     "A difference without an interval may be chance: there are no stored scores of the same held-out examples of both models, "
@@ -70,6 +70,9 @@ def paired_interval(
 ) -> tuple[float, float] | None:
     """95 % interval of the difference of two runs' scores over the same examples.
 
+    Where examples share documents, it is the wider of two: that over examples, and that over documents, which are the unit of
+    what is independent.
+
     Scores whose examples have equal weights, such as accuracies, have the interval of a paired t test. Where all of them are
     right or wrong, two examples are added, of which each run has one right: otherwise, few examples on which the runs differ
     would look certain. With different weights, as of documents, pairs of examples are resampled with a fixed seed; fewer than
@@ -95,6 +98,16 @@ def paired_interval(
         return None
     if metric not in first.sums or metric not in second.sums:
         return None
+    first, second = with_equal_documents(first, second)
+    intervals = [_interval(first, second, metric)]
+    if first.document_count:
+        intervals.append(_interval(first.by_document(), second.by_document(), metric))
+    known = [interval for interval in intervals if interval is not None]
+    return max(known, key=lambda ends: ends[1] - ends[0], default=None)
+
+
+def _interval(first: ExampleScores, second: ExampleScores, metric: str) -> tuple[float, float] | None:
+    """The interval of `paired_interval` with one unit, examples or documents."""
     totals, weights = (np.stack([scores.sums[metric][i] for scores in (first, second)]) for i in (0, 1))
     is_counted = (weights != 0).any(axis=0)
     totals, weights = totals[:, is_counted], weights[:, is_counted]
@@ -103,7 +116,7 @@ def paired_interval(
     if (weights == weights[0, 0]).all():
         return _by_formula(totals / weights)
     if totals.shape[1] < MIN_RESAMPLED:
-        return _by_formula(_linearised(totals, weights))
+        return _by_formula(linearised(totals, weights))
     return _by_bootstrap(totals, weights)
 
 
@@ -147,8 +160,16 @@ def _by_formula(values: np.ndarray) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def _linearised(totals: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Values `[2, n]` whose mean is sum(totals) / sum(weights), with its variance to first order; `[2, n]` each."""
+def linearised(totals: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Values whose mean is the quotient of two sums, with the variance of the quotient to first order.
+
+    Args:
+      totals: `[2, n]`.
+      weights: `[2, n]`.
+
+    Returns:
+      `[2, n]`.
+    """
     scores = totals.sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
     return scores + (totals - scores * weights) / weights.mean(axis=1, keepdims=True)
 
@@ -232,7 +253,7 @@ def half_interval(examples: ExampleScores | None, metric: str) -> float | None:
     error = None if examples is None else examples.standard_error(metric)
     if examples is None or error is None:
         return None
-    return error * t_quantile(int((examples.sums[metric][1] != 0).sum()) - 1)
+    return error * t_quantile(int((examples.by_document().sums[metric][1] != 0).sum()) - 1)
 
 
 def scaled(examples: ExampleScores | None, name: str, ranking: Ranking) -> ExampleScores | None:
@@ -252,7 +273,7 @@ def scaled(examples: ExampleScores | None, name: str, ranking: Ranking) -> Examp
     slope, score = ranking.slopes.get(name, 1.0), ranking.scores[name]
     if weight.sum() <= 0 or not math.isclose(slope * total.sum() / weight.sum(), score, rel_tol=_TOLERANCE):
         return None
-    return ExampleScores({ranking.metric: (slope * total, weight)}, examples.identity)
+    return dataclasses.replace(examples, sums={ranking.metric: (slope * total, weight)})
 
 
 def mean_difference(differences: Sequence[Difference]) -> Difference:

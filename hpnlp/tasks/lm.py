@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from hpnlp.data.baselines import Baselines
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.files import Progress
@@ -44,6 +46,9 @@ class LanguageModel(Task):
             process_index=process_index,
             process_count=process_count,
         )
+
+    def heldout_documents(self, config: RunConfig, dataset: Corpus, limit: int | None) -> np.ndarray | None:
+        return dataset.document_numbers(config.data.batch_size, config.train.eval_stride or None, limit)
 
     def model(self, config: RunConfig, sizes: Sizes) -> LM:
         model = config.model

@@ -109,6 +109,9 @@ class MaskedLanguageModel(Task):
             batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
         )
 
+    def heldout_documents(self, config: RunConfig, dataset: MaskedText, limit: int | None) -> np.ndarray | None:
+        return dataset.corpus.document_numbers(config.data.batch_size, None, limit)
+
     def planned_sizes(self, config: RunConfig) -> Sizes:
         limit = config.model.vocab - 1 if config.model.vocab else 0
         return vocabularies.planned_sizes(config.data.tokenizer, limit)

@@ -224,6 +224,20 @@ class Task(abc.ABC):
           The batches, filled with examples of weight 0.
         """
 
+    def heldout_documents(self, config: RunConfig, dataset: Dataset, limit: int | None) -> np.ndarray | None:
+        """The documents or groups to which the held-out examples belong: their scores are not independent of each other.
+
+        Args:
+          config: Config of the run.
+          dataset: Result of `dataset`.
+          limit: As for `heldout`.
+
+        Returns:
+          int64 [batches, data.batch_size], the number of the document of each example of all batches of `heldout` over all
+          processes, and -1 for the examples of weight 0 that fill a batch; None if each example stands for itself.
+        """
+        return None
+
     def further_heldout(
         self, config: RunConfig, dataset: Dataset, *, process_index: int = 0, process_count: int = 1
     ) -> dict[str, Iterator[Batch]]:

@@ -64,8 +64,10 @@ def evaluate(
     task = tasks.find(config.task)
     index, count = batch_share(trainer, config)
     batches = task.heldout(config, dataset, limit=limit, process_index=index, process_count=count)
-    sums, examples = _sums(trainer, params, batches, config, progress, "scoring held-out examples")
-    return Evaluation(_scores(trainer, dataset, config, sums, limit is None), sums, examples=examples)
+    collector = Collector(task.heldout_documents(config, dataset, limit))
+    sums = _sums(trainer, params, batches, config, progress, "scoring held-out examples", collector)
+    scores = _scores(trainer, dataset, config, sums, limit is None)
+    return Evaluation(scores, sums, examples=collector.result())
 
 
 def further_scores(
@@ -89,7 +91,7 @@ def further_scores(
     index, count = batch_share(trainer, config)
     sets = tasks.find(config.task).further_heldout(config, dataset, process_index=index, process_count=count)
     sums = {
-        name: _sums(trainer, params, batches, config, progress, f"scoring {name} examples")[0]
+        name: _sums(trainer, params, batches, config, progress, f"scoring {name} examples", Collector())
         for name, batches in sets.items()
     }
     scores = {name: _scores(trainer, dataset, config, of_set, True) for name, of_set in sums.items()}
@@ -103,10 +105,10 @@ def _sums(
     config: Config,
     progress: Progress,
     work: str,
-) -> tuple[dict[str, tuple[Any, Any]], ExampleScores | None]:
-    """Sums of loss and metrics over batches, in float64, and the sums of each example."""
+    collector: Collector,
+) -> dict[str, tuple[Any, Any]]:
+    """Sums of loss and metrics over batches, in float64; the collector takes those of each example."""
     total: Any = None
-    collector = Collector()
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     carry = trainer.initial_carry()
     count = operator.length_hint(batches)  # 0 where it is unknown
@@ -117,7 +119,7 @@ def _sums(
         jax.block_until_ready(last)
         started, carry = trainer.evaluate_next(params, arrays, carry)
         total, last = _add(total, last, collector), started
-    return _add(total, last, collector), collector.result()
+    return _add(total, last, collector)
 
 
 def _add(total: Any, sums: Any, collector: Collector) -> Any:

@@ -14,7 +14,6 @@ from hpnlp.advise.kept_quality import (
     KeptQuality,
     QualityVerdict,
     agreement,
-    by_document,
     confirmed,
     described,
     described_size,
@@ -24,6 +23,7 @@ from hpnlp.advise.kept_quality import (
     needed_examples,
     retention,
     subset,
+    units,
 )
 from hpnlp.errors import InputError
 from hpnlp.training.files.example_scores import ExampleScores
@@ -131,7 +131,8 @@ def test_formula_matches_its_definition_for_both_directions(sign, offset):
     assert compare(scores(sign * gains + offset), worse, offset, sign == 1).verdict is QualityVerdict.LOST
 
 
-def test_bootstrap_matches_all_resamples():
+def test_bootstrap_matches_all_resamples(monkeypatch):
+    monkeypatch.setattr(kept_quality, "FEWEST", 5)
     weights = np.array([1.0, 2, 3, 5, 8])
     losses, changed = np.array([2.0, 2.3, 1.9, 2.6, 2.1]), np.array([2.2, 2.3, 2.2, 2.5, 2.3])
     b, c = scores(losses * weights, weights), scores(changed * weights, weights)
@@ -232,12 +233,40 @@ def test_halves_keep_documents_whole_in_any_order():
     assert list(is_for_selection(["a", "b", "a", "c", "d"])) != [True] * 5
 
 
-def test_examples_of_a_document_are_added_up():
-    result = by_document(scores([1.0, 2, 3, 4], [1.0, 1, 2, 2]), [7, 3, 7, 7])
-    np.testing.assert_array_equal(result.sums["score"], [[2, 8], [1, 5]])
-    np.testing.assert_array_equal(result.identity, [1, 5])
-    half = subset(result, np.array([False, True]))
-    assert half.sums["score"][0] == [8.0] and half.identity == [5]
+def test_subsets_keep_their_documents():
+    half = subset(
+        dataclasses.replace(scores([1.0, 2, 3, 4]), documents=np.array([7, 3, 7, 7])),
+        np.array([False, True, True, False]),
+    )
+    assert half.sums["score"][0].tolist() == [2, 3] and half.identity.tolist() == [1, 2]
+    assert half.documents.tolist() == [3, 7]
+
+
+def test_halves_of_few_documents_are_of_examples():
+    for count, expected in ((10, np.repeat(np.arange(10), 3)), (9, np.arange(27))):
+        examples = dataclasses.replace(scores(np.ones(3 * count)), documents=np.repeat(np.arange(count), 3))
+        np.testing.assert_array_equal(units(examples), expected)
+    np.testing.assert_array_equal(units(scores([1, 0, 1])), np.arange(3))
+
+
+@pytest.mark.parametrize("count", [8, 30])
+def test_models_at_the_limit_that_lose_by_document_are_accepted_in_five_percent(monkeypatch, count):
+    """Where the loss is one of documents, examples would accept a third of such models."""
+    monkeypatch.setattr(kept_quality, "RESAMPLES", 200)
+    rng, accepted = np.random.default_rng(0), {True: 0, False: 0}
+    for _ in range(150):
+        document = np.repeat(np.arange(count), rng.integers(1, 40, count))
+        weights = rng.integers(100, 256, len(document))
+        losses = rng.normal(3, 0.2, len(document))
+        changed = losses + (1 - KEEP) * 3 + rng.normal(0, 0.1, count)[document]  # 3 below the trivial loss
+        pair = [scores(x * weights, weights) for x in (losses, changed)]
+        for knows in accepted:
+            b, c = (dataclasses.replace(x, documents=document) if knows else x for x in pair)
+            result = compare(b, c, 6.0, False)
+            accepted[knows] += result.verdict is QualityVerdict.KEPT
+            assert result.documents == (count if knows else 0)
+    assert accepted[True] <= 15 and accepted[False] >= 30
+    assert "too few held-out documents" in described(dataclasses.replace(result, documents=8, p_value=0.5, low=0.9))
 
 
 def test_agreement_is_a_share_with_wilsons_limit():
@@ -257,7 +286,6 @@ def test_agreement_is_a_share_with_wilsons_limit():
             "name='f1': .* score:",
         ),
         (lambda: needed_examples(0.97, 0.0, 0.1), "gain=0.0"),
-        (lambda: by_document(scores([1, 0]), [1]), "1 numbers for 2 examples"),
         (lambda: agreement([1], [1, 2]), "1 and 2 predictions"),
     ],
 )

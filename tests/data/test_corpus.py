@@ -268,6 +268,25 @@ def test_heldout_streams_have_every_token_once(stories, batch_size, limit):
     raises("stride=8: sequences of data.order='stream' do not overlap", corpus.heldout, batch_size=4, stride=8)
 
 
+@pytest.mark.parametrize("stride", [None, 5])
+@pytest.mark.parametrize(("order", "limit"), [("shuffle", None), ("shuffle", 2), ("stream", None)])
+def test_documents_of_heldout_sequences_have_their_first_scored_label(stories, stride, order, limit):
+    corpus = prepare(config(stories, heldout=0.1, order=order))
+    stride = None if order == "stream" else stride
+    batches = list(corpus.heldout(batch_size=6, stride=stride, limit=limit))
+    numbers = corpus.document_numbers(6, stride, limit)
+    assert numbers.shape == (len(batches), 6) and len(np.unique(numbers)) > 3
+    _, heldout = corpus.documents
+    for batch, documents in zip(batches, numbers, strict=True):
+        rows = zip(*(batch[name] for name in ("labels", "weights", "segment_ids")), documents, strict=True)
+        for labels, weights, segments, number in rows:
+            assert (number < 0) == (not weights.any())
+            if number >= 0:
+                first = segments[np.argmax(weights > 0)]
+                scored = labels[(weights > 0) & (segments == first)].astype(np.int32).tobytes()
+                assert scored in heldout.document(number).astype(np.int32).tobytes()
+
+
 def test_orders_that_cannot_be_raise():
     for options, message in (
         ({"order": "stream", "packing": "fit"}, "data.packing='fit'.*set data.packing='concat'"),

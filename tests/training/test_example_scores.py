@@ -1,5 +1,7 @@
 """Scores of single held-out examples: derivatives by the weights, standard errors, and files."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,3 +79,30 @@ def test_many_examples_are_added_up_in_groups(monkeypatch):
     scores = collector.result()
     np.testing.assert_array_equal(scores.sums["loss"], [[0, 0, 8, 8], [2, 2, 2, 2]])
     np.testing.assert_array_equal(scores.identity, [1, 5, 9, 13])
+
+
+def test_examples_of_a_document_are_added_up(tmp_path):
+    documents = np.array([7, 3, 7, 1, 5, 9, 9, 3])
+    scores = dataclasses.replace(scores_of(np.arange(8), np.arange(1, 9)), documents=documents)
+    assert scores.document_count == 5
+    result = scores.by_document()
+    np.testing.assert_array_equal(result.sums["loss"], [[3, 8, 4, 2, 11], [4, 10, 5, 4, 13]])  # of 1, 3, 5, 7 and 9
+    np.testing.assert_array_equal(result.identity, [3, 8, 4, 2, 11])
+    assert scores.standard_error("loss") == result.standard_error("loss")
+    scores.write(tmp_path)
+    np.testing.assert_array_equal(ExampleScores.read(tmp_path).documents, documents)
+    for same in (
+        np.arange(8),
+        documents % 2,
+        None,
+    ):  # each example its own, fewer than five documents, and unknown ones
+        alone = dataclasses.replace(scores, documents=same)
+        assert alone.document_count == 0 and alone.by_document() is alone
+
+
+def test_a_collector_leaves_out_the_documents_of_what_fills_a_batch():
+    collector = Collector(np.array([[4, 4, 2], [2, -1, -1]]))
+    for weights in ([1.0, 1, 1], [1.0, 0, 0]):
+        examples = {"loss": (np.ones(3) * weights, np.array(weights)), "identity": np.arange(3, dtype=np.uint32)}
+        collector.add({"loss": (sum(weights), sum(weights)), "examples": examples})
+    np.testing.assert_array_equal(collector.result().documents, [4, 4, 2, 2])

@@ -335,16 +335,41 @@ class Examples:
         if self.config.buckets == 1:
             made = (self._batch(name, numbers, count) for numbers, count in batches)
             return FiniteBatches(made, operator.length_hint(batches))
-        batches = [numbers for numbers, _ in ordered_batches(total, limit, Share(batch_size, 0, 1))]
-        return FiniteBatches(self._bucketed_heldout(name, batches, share), len(batches))
+        whole = self._heldout_numbers(name, batch_size, limit)
+        return FiniteBatches(self._bucketed_heldout(name, whole, share), len(whole))
+
+    def group_numbers(self, batch_size: int, limit: int | None) -> np.ndarray | None:
+        """The group (`data.group_field`) of each held-out example.
+
+        Args:
+          batch_size: As for `heldout`.
+          limit: As for `heldout`.
+
+        Returns:
+          int64 [batches, batch_size], in the order of `heldout` over all processes, and -1 for what fills a batch; None if
+          no two examples share a group.
+        """
+        groups = self.stored[HELDOUT].groups
+        if not len(groups):
+            return None
+        batches = self._heldout_numbers(HELDOUT, batch_size, limit)
+        result = np.full((len(batches), batch_size), -1, np.int64)
+        for row, numbers in zip(result, batches, strict=True):
+            row[: len(numbers)] = groups[numbers]
+        return result
+
+    def _heldout_numbers(self, name: str, batch_size: int, limit: int | None) -> list[np.ndarray]:
+        """Numbers of the examples of each batch, over all processes."""
+        batches = [n for n, _ in ordered_batches(self.stored[name].count, limit, Share(batch_size, 0, 1))]
+        if self.config.buckets == 1 or self.kind.compares_examples:
+            return batches
+        numbers = np.concatenate(batches)
+        numbers = numbers[np.argsort(self._lengths(name)[numbers], kind="stable")]
+        return np.split(numbers, np.cumsum([len(batch) for batch in batches[:-1]]))
 
     def _bucketed_heldout(self, name: str, batches: list[np.ndarray], share: Share) -> Iterator[Batch]:
         """The batches of a process: its examples of each whole batch, whose longest one decides the width."""
         lengths, widths = self._lengths(name), [*self._bucket_order(0).widths, self.config.seq_len]
-        if not self.kind.compares_examples:
-            numbers = np.concatenate(batches)
-            numbers = numbers[np.argsort(lengths[numbers], kind="stable")]
-            batches = np.split(numbers, np.cumsum([len(batch) for batch in batches[:-1]]))
         for numbers in batches:
             width = widths[int(np.searchsorted(widths, lengths[numbers].max()))]
             yield self._batch(name, numbers[share.span], share.rows, width)

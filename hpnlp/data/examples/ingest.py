@@ -35,7 +35,7 @@ from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_range
 from hpnlp.data.reading.token_store import remove_files
 from hpnlp.types import InputError, Tokenizer
 
-_FORMAT = 5  # version of the files that `ExampleIngest.write` writes; part of the cache key
+_FORMAT = 6  # version of the files that `ExampleIngest.write` writes; part of the cache key
 _OTHER_CLASSES = "; a model of other classes needs a run in another workdir, without train.init_from"
 
 
@@ -387,7 +387,15 @@ class _ScoredSet:
             for number in selected:
                 writer.add(*stored.example(number))
         remove_files(directory, "candidates")
-        return writer.record()
+        return writer.record() | {"groups": self._write_groups(selected)}
+
+    def _write_groups(self, selected: Sequence[int]) -> int:
+        """Writes the number of the group of each selected example; returns the number of these numbers, 0 without groups."""
+        groups, numbers = np.unique(self._candidates.hashes(selected), return_inverse=True)
+        if len(groups) == len(numbers):
+            return 0
+        numbers.astype(np.int32).tofile(os.path.join(self._writing.directory, f"{self.name}.groups"))
+        return len(numbers)
 
     def _is_known(self, labels: np.ndarray) -> bool:
         """Whether training examples have all labels of an example; if not, raises InputError or counts the example."""

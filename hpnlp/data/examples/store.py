@@ -92,6 +92,7 @@ class StoredExamples:
       count: Number of examples.
       parts: Number of texts per example.
       has_grades: Whether each example has a number.
+      groups: Number of the group of each example, int32 `[count]`; `[0]` if no two examples share one.
       digest: Digest of token ids and labels.
     """
 
@@ -110,6 +111,7 @@ class StoredExamples:
         # Caches of early versions have no grades.
         self._grades = map_array(f"{prefix}.grades", np.float32, record.get("grades", 0))
         self.has_grades = len(self._grades) > 0
+        self.groups = map_array(f"{prefix}.groups", np.int32, record.get("groups", 0))
         self._classes = np.append(classes, [UNLABELLED, NO_LABEL]).astype(np.int32)  # at the indices -2 and -1
 
     def part(self, number: int, part: int) -> np.ndarray:

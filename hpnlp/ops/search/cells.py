@@ -207,18 +207,18 @@ def _in_parts(
     A small last part would read cells for one query at a time: 4,096 queries took twice as long.
     """
     count, probes = near.shape
-    parts = -(-count // max(cells // probes, 1))
-    if parts <= 1:
+    groups = -(-count // max(cells // probes, 1))
+    if groups <= 1:
         return search(queries, near)
-    part = -(-count // parts)
+    part = -(-count // groups)
     # The last part begins earlier, so that all have the same size, and searches some queries a second time.
-    starts = jnp.minimum(jnp.arange(parts, dtype=jnp.int32) * part, count - part)
+    starts = jnp.minimum(jnp.arange(groups, dtype=jnp.int32) * part, count - part)
 
     def search_part(start: Array) -> tuple[Array, Array]:
         return search(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (queries, near)))
 
     best = lax.map(search_part, starts)
-    last = parts * part - count
+    last = groups * part - count
     return jax.tree.map(lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, last:]]), best)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.fields import LABEL_FIELDS
@@ -60,6 +62,9 @@ class ExampleTask(Task):
         return dataset.heldout(
             batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
         )
+
+    def heldout_documents(self, config: RunConfig, dataset: Examples, limit: int | None) -> np.ndarray | None:
+        return dataset.group_numbers(config.data.batch_size, limit)
 
     def further_heldout(
         self, config: RunConfig, dataset: Examples, *, process_index: int = 0, process_count: int = 1

@@ -24,6 +24,8 @@ from hpnlp.atomic_file import replace_bytes
 FILE = "scores.npz"  # beside report.json
 EXAMPLES = "examples"  # key of the scores of examples among the sums of a batch
 IDENTITY = "identity"
+DOCUMENTS = "documents"
+LEAST_DOCUMENTS = 5  # with fewer, single examples are the unit of intervals
 MAX_EXAMPLES = 2**20  # more are added up in groups of consecutive ones, so that a file has at most about 20 MB
 _WEIGHTS = ("weights", "target_weights")  # names of the array of weights in batches
 _LABELS = ("labels", "target_labels", "tokens")
@@ -88,10 +90,13 @@ class ExampleScores:
     Attributes:
       sums: Name -> float64 (total, weight), `[n]` each. The score is the sum of the totals over that of the weights.
       identity: uint32 `[n]`, which differs for examples with other labels.
+      documents: int64 `[n]`, equal for examples of one document or group, whose scores are not independent; None if each is
+        independent, or this is not known.
     """
 
     sums: Mapping[str, tuple[np.ndarray, np.ndarray]]
     identity: np.ndarray
+    documents: np.ndarray | None = None
 
     def write(self, workdir: Path) -> None:
         """Writes FILE to a run directory.
@@ -100,6 +105,8 @@ class ExampleScores:
           workdir: The directory.
         """
         arrays: dict[str, Any] = {IDENTITY: self.identity}
+        if self.documents is not None:
+            arrays[DOCUMENTS] = self.documents
         for name, pair in self.sums.items():
             arrays |= {f"{name}_{part}": x.astype(np.float32) for part, x in zip(("sum", "weight"), pair, strict=True)}
         buffer = io.BytesIO()
@@ -119,7 +126,7 @@ class ExampleScores:
         try:
             with np.load(workdir / FILE, allow_pickle=False) as file:
                 arrays = {name: np.asarray(file[name]) for name in file.files}
-            identity = arrays.pop(IDENTITY)
+            identity, documents = arrays.pop(IDENTITY), arrays.pop(DOCUMENTS, None)
             names = sorted(name.removesuffix("_sum") for name in arrays if name.endswith("_sum"))
             sums = {
                 name: (arrays[f"{name}_sum"].astype(np.float64), arrays[f"{name}_weight"].astype(np.float64))
@@ -127,11 +134,32 @@ class ExampleScores:
             }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
-        is_whole = all(array.shape == identity.shape and identity.ndim == 1 for pair in sums.values() for array in pair)
-        return cls(sums, identity) if is_whole else None
+        columns = [array for pair in sums.values() for array in pair] + ([] if documents is None else [documents])
+        is_whole = all(array.shape == identity.shape and identity.ndim == 1 for array in columns)
+        return cls(sums, identity, documents) if is_whole else None
+
+    @property
+    def document_count(self) -> int:
+        """Number of documents, if examples share them and there are at least LEAST_DOCUMENTS; otherwise 0."""
+        count = 0 if self.documents is None else len(np.unique(self.documents))
+        return count if LEAST_DOCUMENTS <= count < len(self.identity) else 0
+
+    def by_document(self) -> ExampleScores:
+        """The scores of the documents.
+
+        Returns:
+          Sums of the examples of each document, in the order of their numbers; the same scores for a `document_count` of 0.
+        """
+        if self.documents is None or not self.document_count:
+            return self
+        numbers, index = np.unique(self.documents, return_inverse=True)
+        identity = np.zeros(len(numbers), np.uint32)
+        np.add.at(identity, index, self.identity)
+        sums = {name: (np.bincount(index, total), np.bincount(index, n)) for name, (total, n) in self.sums.items()}
+        return ExampleScores(sums, identity)
 
     def standard_error(self, name: str) -> float | None:
-        """Standard error of a score, over examples.
+        """Standard error of a score, over documents or examples.
 
         Args:
           name: Name of the score.
@@ -139,7 +167,7 @@ class ExampleScores:
         Returns:
           The error; None if the examples do not have this score, or are fewer than two.
         """
-        return None if name not in self.sums else _error(*self.sums[name])
+        return None if name not in self.sums else _error(*self.by_document().sums[name])
 
     def paired_error(self, other: ExampleScores, name: str) -> float | None:
         """Standard error of the difference to another run's score on the same examples, of the same weights.
@@ -154,7 +182,24 @@ class ExampleScores:
         if name not in self.sums or name not in other.sums or not np.array_equal(self.identity, other.identity):
             return None
         (total, weight), (other_total, other_weight) = self.sums[name], other.sums[name]
-        return _error(total - other_total, weight) if np.array_equal(weight, other_weight) else None
+        if not np.array_equal(weight, other_weight):
+            return None
+        difference = dataclasses.replace(self, sums={name: (total - other_total, weight)})
+        return difference.standard_error(name)
+
+
+def with_equal_documents(first: ExampleScores, second: ExampleScores) -> tuple[ExampleScores, ExampleScores]:
+    """Scores of the same examples, both with the documents of the first; of the second where it has none.
+
+    Args:
+      first: Scores of a model.
+      second: Scores of another model.
+
+    Returns:
+      Both.
+    """
+    documents = first.documents if first.documents is not None else second.documents
+    return dataclasses.replace(first, documents=documents), dataclasses.replace(second, documents=documents)
 
 
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
@@ -169,9 +214,16 @@ def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
 class Collector:
     """Collects the sums of examples over the batches of an evaluation."""
 
-    def __init__(self) -> None:
+    def __init__(self, documents: np.ndarray | None = None) -> None:
+        """Starts without batches.
+
+        Args:
+          documents: Number of the document of each example of the batches, `[batches, B]`; None if it is not known.
+        """
+        self._documents = documents
         self._sums: dict[str, list[np.ndarray]] = {}  # [2, n] for each batch
         self._identity: list[np.ndarray] = []
+        self._of_examples: list[np.ndarray] = []  # documents of the examples
         self._invalid: set[str] = set()
 
     def add(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +240,8 @@ class Collector:
         if not examples:
             return others
         identity, is_example = np.asarray(examples.pop(IDENTITY)), np.asarray(examples["loss"][1]) != 0
+        if self._documents is not None:
+            self._of_examples.append(self._documents[len(self._identity)][is_example])
         self._identity.append(identity[is_example])
         for name, pair in examples.items():
             values = np.asarray(pair, np.float64)
@@ -211,7 +265,8 @@ class Collector:
         size = -(-sum(map(len, self._identity)) // MAX_EXAMPLES)
         sums = {name: grouped(np.concatenate(self._sums[name], axis=1), size) for name in names}
         identity = grouped(np.concatenate(self._identity)[None].astype(np.uint32), size)[0]
-        return ExampleScores({name: (pair[0], pair[1]) for name, pair in sums.items()}, identity)
+        documents = np.concatenate(self._of_examples)[:: max(size, 1)] if self._of_examples else None
+        return ExampleScores({name: (pair[0], pair[1]) for name, pair in sums.items()}, identity, documents)
 
 
 def grouped(values: np.ndarray, size: int) -> np.ndarray:

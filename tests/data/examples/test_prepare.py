@@ -41,6 +41,22 @@ def test_groups_are_held_out_as_a_whole(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     examples = prepare_examples(config("classification", path, group_field="page"))
     assert heldout_texts(examples) == [row["text"] for row in rows if hash_fraction(row["page"]) < 0.2]
+    pages = {row["text"]: row["page"] for row in rows}
+    assert prepare_examples(config("classification", path)).group_numbers(4, None) is None
+    for buckets in (1, 3):
+        examples = prepare_examples(config("classification", path, group_field="page", buckets=buckets, heldout=0.5))
+        batches, numbers = list(examples.heldout(batch_size=4)), examples.group_numbers(4, None)
+        assert numbers.shape == (len(batches), 4)
+        page_numbers = set()
+        for batch, of_batch in zip(batches, numbers, strict=True):
+            for tokens, weight, segments, number in zip(
+                batch["tokens"], batch["weights"], batch["segment_ids"], of_batch, strict=True
+            ):
+                assert (number < 0) == (weight == 0)
+                if weight:
+                    text = examples.tokenizer.decode(tokens[segments > 0]).decode()
+                    page_numbers.add((pages[text], number))
+        assert len(page_numbers) == len({page for page, _ in page_numbers}) == len({n for _, n in page_numbers}) > 1
     rows[7].pop("page")
     with pytest.raises(InputError, match="line 8: no field 'page', .*: pass data.group_field=NAME"):
         prepare_examples(config("classification", write(path, rows), group_field="page"))
