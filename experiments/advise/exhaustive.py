@@ -16,7 +16,7 @@ from hpnlp.advise import Advice, Goal, Needs, Technique, kept_quality, technique
 from hpnlp.advise.arm import Arm
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
-from hpnlp.advise.search import SEEDS
+from hpnlp.advise.trainings import SEEDS
 from hpnlp.advise.trial import Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program

@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpnlp import measure, tasks
 from hpnlp.advise import kept_quality
 from hpnlp.advise.advice import Advice, AdviseSettings, Finding
-from hpnlp.advise.arm import Arm
 from hpnlp.advise.candidate import Candidate
-from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality, QualityVerdict
+from hpnlp.advise.judge import Judge
+from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import wanted
-from hpnlp.advise.trial import Measured, Trial, TrialResult, trivial_name, wall_ratio
+from hpnlp.advise.trainings import SEEDS, TRAINED, Trainings
+from hpnlp.advise.trial import Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload, default_workload
 from hpnlp.compress.weights_file import has_weights
@@ -39,7 +38,6 @@ from hpnlp.training.config import flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.files.contents import locked
-from hpnlp.training.files.example_scores import ExampleScores
 
 SCREEN = LOOKS[1]  # rounds of the first measurement of a technique
 SCREEN_SECONDS, CONFIRM_SECONDS = 20.0, 120.0  # after which rounds end at the next look
@@ -49,7 +47,6 @@ STACKED = 3  # most techniques that are added to the first one
 CONFIRMED = 3  # candidates that are confirmed
 ENOUGH = 4  # techniques that keep the quality, after which no more are scored
 SCORING = Workload(Program.LOSS, 1)  # trials without rounds have it, so that their results serve all workloads
-TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
 NOT_SLOWER = (Verdict.FASTER, Verdict.EQUAL)
@@ -98,7 +95,6 @@ class _Search:
         self.config = with_changes(config, settings.changes)
         size = settings.batch_size or (1 if settings.goal is Goal.LATENCY else 0)
         self.workload = default_workload(self.config, trains, size)
-        self.metric, self.higher_is_better = tasks.find(config.task).primary_metric(flat(config))
         environment = measure.environment()
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
@@ -116,6 +112,8 @@ class _Search:
         """Searches."""
         listed = wanted(self.settings, flat(self.config).get("model.layers", 4))
         self.baseline = baseline = self._measured_baseline()
+        metric, higher_is_better = tasks.find(self.config.task).primary_metric(flat(self.config))
+        self.judge = Judge(baseline, metric, higher_is_better, self.settings.keep)
         chosen, bounded, refused, untrained = self._chosen(listed, baseline.traced)
         screened, skipped = self._screen(chosen)
         faster = [
@@ -123,10 +121,11 @@ class _Search:
         ]
         scored = self._score(faster[:SCORED])
         by_name = {finding.candidate.name: finding for finding in [*screened, *scored]}
-        trained = self._trained(scored)
+        techniques = {t.name: t for t in chosen}
+        trained = self._trained(scored, techniques)
         by_name |= {finding.candidate.name: finding for finding in trained}
         good = _ordered([f for f in [*scored, *trained] if f.is_kept])
-        stack = self._stacked(good, {t.name: t for t in chosen})
+        stack = self._stacked(good, techniques)
         confirmed = self._confirm(stack, good)
         by_name |= {finding.candidate.name: finding for finding in confirmed}
         accepted = [f for f in confirmed if f.is_faster and f.is_kept]
@@ -258,7 +257,7 @@ class _Search:
                 model.times.cpu if model.times else None,
                 model.error,
                 measured=model,
-                agreement=self._agreement(model),
+                agreement=self.judge.agreement(model),
             )
 
     def _ratio(self, result: TrialResult, number: int) -> Ratio | None:
@@ -291,99 +290,48 @@ class _Search:
             self._report(f"scoring {', '.join(f.candidate.name for f in group)}", findings)
             result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
             for finding, model in zip(group, result.models[1:], strict=True):
-                quality = self._quality(model, selects=True)
+                quality = self.judge.quality(model, selects=True)
                 kept = quality is not None and quality.verdict is QualityVerdict.KEPT
-                equal = self._agreement(model)
+                equal = self.judge.agreement(model)
                 scored.append(
                     dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error, agreement=equal)
                 )
         return scored
 
-    def _quality(self, model: Measured, selects: bool) -> KeptQuality | None:
-        """Comparison of a model's quality with that of the model as it is, on one of the halves of the examples."""
-        original = self.baseline.models[0].examples
-        if original is None or model.examples is None:
-            return None
-        return self._compared(original, model.examples, selects)
-
-    def _agreement(self, model: Measured) -> EqualPredictions | None:
-        """The share of labels that are those of the model as it is; None without labels."""
-        labels = self.baseline.models[0].labels
-        return kept_quality.agreement(labels, model.labels) if labels and len(labels) == len(model.labels) else None
-
-    def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
-        """Comparison of scores on one of the halves of the examples, or on all of them for None.
-
-        Scores that are no mean over examples, such as F1, are represented by the loss. Without a trivial score, quality counts
-        from 0.
-        """
-        name = self.metric if self.metric in original.sums and self.metric in changed.sums else "loss"
-        higher_is_better = self.higher_is_better and name == self.metric
-        trivial = self.baseline.trivial if name == trivial_name(self.metric) else None
-        halves = kept_quality.is_for_selection(kept_quality.units(original))
-        chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
-        if (trivial is None and not higher_is_better) or chosen.sum() < 2:
-            return None
-        return kept_quality.kept(
-            kept_quality.subset(original, chosen),
-            kept_quality.subset(changed, chosen),
-            name,
-            keep=self.settings.keep,
-            trivial=trivial or 0.0,
-            higher_is_better=higher_is_better,
-        )
-
-    def _trained(self, findings: Sequence[Finding]) -> list[Finding]:
-        """The fastest findings that need training, with their quality after trainings of equal steps of both models.
-
-        A finding keeps its quality if it does with each of SEEDS seeds. Techniques of new models are trained from new
-        parameters, and those that remove units from the run's weights; so is the model as it is beside them.
-        """
+    def _trained(self, findings: Sequence[Finding], by_name: Mapping[str, Technique]) -> list[Finding]:
+        """The fastest findings that need training, and the best of them with one more technique, after trainings."""
         if not self.settings.train_seconds:
             return []
         chosen = [f for f in findings if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
         if not chosen:
             return []
-        further = {bool(f.candidate.recipe) for f in chosen}
         timed = self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size))
         step = self.trials.run(dataclasses.replace(timed, rounds=LOOKS[0]))  # also where the goal is no time
-        arms = SEEDS * (len(chosen) + len(further))
+        others = [f for f in findings if f not in chosen and f.is_kept]
+        has_stack = len(chosen) + len(others) > 1
+        arms = SEEDS * (len(chosen) + len({bool(f.candidate.recipe) for f in chosen}) + has_stack)
         steps = max(1, int(self.settings.train_seconds / arms / step.baseline_seconds))
         self.log(f"training {arms} times {steps} steps: {', '.join(f.candidate.name for f in chosen)}")
-        scores: dict[tuple[str, bool, int], ExampleScores] = {}
-        errors: dict[str, str] = {}
-        for is_further, seed in itertools.product(sorted(further), range(SEEDS)):
-            candidates = [Candidate(), *(f.candidate for f in chosen if bool(f.candidate.recipe) is is_further)]
-            for candidate in candidates:
-                self.log(f"training {candidate.name}, seed {seed}")
-                changes, batches = self.settings.changes, self.settings.batches
-                arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches, self.saved)
-                scores_of_arm, reason = self.trials.train(arm)
-                if scores_of_arm is None:
-                    errors[candidate.name] = reason
-                else:
-                    scores[candidate.name, is_further, seed] = scores_of_arm
-        return [self._after_training(finding, scores, errors, steps) for finding in chosen]
+        trainings = Trainings(self.path, self.saved, self.settings, self.trials, self.judge, steps, self.log)
+        trained = trainings.judged(chosen)
+        good = _ordered([f for f in trained if f.is_kept])
+        if not good:
+            return trained
+        stack = self._trained_stack(good[0].candidate, [by_name[f.candidate.name] for f in [*good[1:], *others]])
+        return [*trained, *trainings.judged(stack)]
 
-    def _after_training(
-        self,
-        finding: Finding,
-        scores: Mapping[tuple[str, bool, int], ExampleScores],
-        errors: Mapping[str, str],
-        steps: int,
-    ) -> Finding:
-        """A finding with the least quality over seeds."""
-        name, is_further = finding.candidate.name, bool(finding.candidate.recipe)
-        pairs = [
-            (scores.get((Candidate().name, is_further, s)), scores.get((name, is_further, s))) for s in range(SEEDS)
-        ]
-        qualities = [self._compared(first, second, None) for first, second in pairs if first and second]
-        known = [quality for quality in qualities if quality is not None]
-        if len(known) < SEEDS:
-            return dataclasses.replace(finding, error=errors.get(name) or errors.get(Candidate().name, "no scores"))
-        worst = min(known, key=lambda quality: quality.low)
-        kept = all(quality.verdict is QualityVerdict.KEPT for quality in known)
-        return dataclasses.replace(finding, quality=worst, is_kept=kept, steps=steps, agreement=None)
+    def _trained_stack(self, base: Candidate, others: Sequence[Technique]) -> list[Finding]:
+        """The candidate with the technique by which it becomes fastest; [] if none makes it faster.
+
+        A training applies either changes of the config or a recipe.
+        """
+        joined = [c for t in others if (c := _joined(base, t)) is not None and not (c.recipe and c.changes)][:GROUP]
+        faster = [f for f in self._beside(base, joined) if f.is_faster] if joined else []
+        if not faster:
+            return []
+        candidates = [faster[0].candidate]
+        findings = self._findings(candidates, self.trials.run(self._trial(candidates, SCREEN)))
+        return [dataclasses.replace(finding, needs=Needs.TRAINING) for finding in findings if finding.is_faster]
 
     @property
     def _batch_size(self) -> int:
@@ -403,7 +351,7 @@ class _Search:
             findings = [f for f in self._beside(stack, larger) if f.is_faster]
             if not self._trains and findings:
                 scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
-                kept = [self._quality(model, selects=True) for model in scored.models[1:]]
+                kept = [self.judge.quality(model, selects=True) for model in scored.models[1:]]
                 findings = [f for f, q in zip(findings, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
             if not findings:
                 break
@@ -449,7 +397,7 @@ class _Search:
             else f
             for f in findings
         ]
-        qualities = [self._quality(model, selects=False) for model in result.models[1:]]
+        qualities = [self.judge.quality(model, selects=False) for model in result.models[1:]]
         final, judged = [], []
         for finding, quality in zip(findings, qualities, strict=True):
             earlier = before.get(finding.candidate.name)

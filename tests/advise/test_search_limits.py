@@ -85,6 +85,32 @@ def test_a_trained_mixer_keeps_its_quality_and_is_applied_by_a_training(trained,
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class WithLostStacks(WithTraining):
+    """Trainings of two techniques at once answer at random."""
+
+    def train(self, arm):
+        scores, reason = super().train(arm)
+        if len(arm.candidate.techniques) < 2:
+            return scores, reason
+        totals = -(np.arange(EXAMPLES) % 2).astype(float), np.ones(EXAMPLES)
+        return dataclasses.replace(scores, sums={"loss": totals}), ""
+
+
+@pytest.mark.parametrize("make", [WithTraining, WithLostStacks])
+def test_a_trained_technique_is_stacked_if_a_training_of_both_keeps_the_quality(trained, fitting, tmp_path, make):  # noqa: F811
+    ratios = {"model.output=sampled(1024)": 0.5, "optimizer.rows=True": 0.6, "model.unroll=0": 0.9}
+    trials = make(Path("unused"), ratios=ratios)
+    flags = {"only": tuple(ratios), "train_seconds": 100, "goal": Goal.TRAINING}
+    best = search(trained, tmp_path, trials, **flags).recommended
+    trained_names = [arm.candidate.techniques for arm in trials.arms]
+    first, second, _ = ratios
+    assert trained_names.count((first,)) == trained_names.count((second,)) == trained_names.count((first, second)) == 2
+    assert best.candidate.techniques == ((first, second) if make is WithTraining else (first,))
+    assert best.steps and best.is_confirmed and best.quality.has_learned
+    assert best.ratio.median == pytest.approx(0.3 if make is WithTraining else 0.5, rel=0.05)
+
+
 def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_path):  # noqa: F811
     trials = WithTraining(Path("unused"))
     search(trained, tmp_path, trials, only=("int8",))
