@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,25 +159,27 @@ def _examples_needed(advice: Advice, count: int, gain: float) -> str:
 
 def _table(advice: Advice, rows: int | None) -> list[str]:
     """The findings, the largest gain first, with the recommended one in bold."""
-    goal = advice.settings.goal
+    goal, original = advice.settings.goal, advice.baseline.models[0]
     shown = [f for f in advice.findings if f.ratio is not None]
-    has_labels = any(f.agreement is not None for f in shown)
-    header = [
-        "technique",
-        f"{_COUNTED.get(goal, 'time')} (unchanged: 1)",
-        "faster at most",
-        "quality that is kept",
-        *["equal labels"] * has_labels,
-        "verdict",
+    # Heading -> text of a finding; columns without a text in any row are left out.
+    columns: dict[str, Callable[[Finding], str]] = {
+        f"{_COUNTED.get(goal, 'time')} (unchanged: 1)": lambda f: _interval(f.ratio),
+        "faster at most": lambda f: f"{f.bound:.2f} times" if f.bound is not None else "",
+        "memory of the call": lambda f: _memory(f, original, goal),
+        "memory of the weights": lambda f: "" if _memory(f, original, goal) else _weights(f, original, goal),
+        "quality that is kept": _share,
+        "equal labels": lambda f: f"{100 * f.agreement.share:.3g} %" if f.agreement else "",
+    }
+    optional = {"memory of the call", "memory of the weights", "equal labels"}
+    columns = {name: text for name, text in columns.items() if name not in optional or any(map(text, shown))}
+    table = [
+        ["technique", *columns, "verdict"],
+        ["---", *("---" if name == "quality that is kept" else "---:" for name in columns), "---"],
     ]
-    table = [header, ["---", "---:", "---:", "---", *["---:"] * has_labels, "---"]]
     for finding in shown[:rows]:
         is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
         name = f"**{finding.candidate.name}**" if is_best else finding.candidate.name
-        bound = f"{finding.bound:.2f} times" if finding.bound is not None else ""
-        equal = f"{100 * finding.agreement.share:.3g} %" if finding.agreement else ""
-        cells = [name, _interval(finding.ratio), bound, _share(finding), *[equal] * has_labels]
-        table.append([*cells, status(finding, is_best)])
+        table.append([name, *(text(finding) for text in columns.values()), status(finding, is_best)])
     lines = [f"| {' | '.join(row)} |" for row in table]
     if rows is not None and len(shown) > rows:
         lines.append(f"\n{len(shown) - rows} more in {FILES[0]}")
@@ -191,6 +193,22 @@ def _interval(ratio: Ratio | None) -> str:
     if ratio.low == ratio.high or not math.isfinite(ratio.high):
         return f"{ratio.median:.2f}"
     return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _memory(finding: Finding, original: Measured, goal: Goal) -> str:
+    """Memory that the compiled program needs, over that of the unchanged model; "" where it is not known, or is the goal."""
+    measured = finding.measured
+    if goal in _COUNTED or measured is None or not measured.peak_bytes or not original.peak_bytes:
+        return ""
+    return f"{measured.peak_bytes / original.peak_bytes:.2f}"
+
+
+def _weights(finding: Finding, original: Measured, goal: Goal) -> str:
+    """Bytes of the weights in memory, over those of the unchanged model; "" where they are not known, or bytes are the goal."""
+    measured = finding.measured
+    if goal in _COUNTED or measured is None or not measured.memory_bytes or not original.memory_bytes:
+        return ""
+    return f"{measured.memory_bytes / original.memory_bytes:.2f}"
 
 
 def _share(finding: Finding) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from hpnlp.advise.advice import AdviseSettings
 from hpnlp.advise.technique import Goal, Needs, Technique
-from hpnlp.compress.recipe import COMPRESSORS, CONVERSIONS
+from hpnlp.compress.recipe import COMPRESSORS, CONVERSIONS, parse_recipe
 from hpnlp.lra.mixers import all_specs
+from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
-from hpnlp.spec import unknown_name
+from hpnlp.spec import parse_one, unknown_name
 from hpnlp.training.optim import OPTIMIZERS
 from hpnlp.types import InputError
 
@@ -30,6 +32,52 @@ STORED = {"magnitude(0.3)": Needs.NOTHING, "mixed(4)": Needs.BATCHES}
 FORMATS = {"blocks": "blocks(0.5)", "balanced": "balanced(0.25)"}
 # Output layers with arguments; others are taken with their defaults.
 OUTPUT_SPECS = {"sampled": "sampled(1024)", "importance": "importance(1024)", "nce": "nce(1024)"}
+
+# What a change of the config does, where no entry of a table says it.
+DESCRIPTIONS = {
+    "model.dtype=bfloat16": "Computes in 16 bits, with the weights in float32.",
+    "model.unroll=0": "One program for all layers in place of a loop: longer compilation.",
+    "data.packing=fit": "Several texts in a row of the batch, none of them cut, in place of padding.",
+    "data.buckets=4": "Batches of texts of similar lengths, padded to one of four widths.",
+    "plan.remat=names(mixed)": "Keeps the outputs of the mixers for the backward pass, and computes the rest again.",
+    "plan.remat=full": "Keeps the inputs of the layers for the backward pass, and computes the rest again.",
+    "optimizer.accumulate=4": "Four parts of a batch in turn, with the gradients added up.",
+    "optimizer.rows=True": "Updates only the rows of tables that a batch has read.",
+    "optimizer.name=adamw": "Adam with decoupled weight decay.",
+    "optimizer.name=lion": "The sign of a momentum: one moment in place of two.",
+    "optimizer.name=adafactor": "Second moments as products of a row and a column.",
+    "optimizer.name=adagrad": "Rates that fall with the sum of the squared gradients.",
+    "optimizer.name=lamb": "Adam with a rate for each matrix, for large batches.",
+    "optimizer.name=lars": "Momentum with a rate for each matrix, for large batches.",
+    "optimizer.name=sgd": "Gradient descent with momentum.",
+}
+TABLES: dict[str, Mapping[str, object]] = {
+    "model.mixer": MIXERS,
+    "model.output": OUTPUTS,
+    "optimizer.name": OPTIMIZERS,
+}
+
+
+def described(technique: Technique) -> str:
+    """Describes a technique in a sentence.
+
+    Args:
+      technique: The technique.
+
+    Returns:
+      The first sentence of the documentation of the table's entry, without references to code; "" where there is none.
+    """
+    if technique.name in DESCRIPTIONS:
+        return DESCRIPTIONS[technique.name]
+    if technique.is_recipe:
+        entry: object = type(parse_recipe(technique.name)[0])
+    else:
+        (field, value), *_ = technique.changes.items()
+        table = TABLES.get(field, {})
+        entry = table.get(parse_one(str(value), field).name) if table else None
+    sentence = (entry.__doc__ or "").strip().splitlines()[0].partition(". ")[0] if entry is not None else ""
+    sentence = re.sub(r": see `.*|,? ?\(`[^)]*\)|^Entry of [A-Z]+: ", "", sentence).replace("`", "").rstrip(".")
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
 def techniques(layers: int = 4) -> list[Technique]:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 USAGE = """
 hpnlp techniques [RUN] [--goal=latency|throughput|training|memory|disk] [--reasons]
 
-Lists ways to make a model faster or smaller: what they need (nothing, training batches, or the training of a new model),
-which parts of the model they change, and the page of the documentation. With RUN, only those that the run can have, and by
-what factor each makes it faster at most, after `hpnlp profile RUN`: the factor if the parts that it changes take no time at
-all. What changes the whole program has no such factor. --reasons also lists the others, and why not.
+Lists ways to make a model faster or smaller: what they do, what they need (nothing, training batches, or the training of a
+new model), which parts of the model they change, and the page of the documentation. With RUN, only those that the run can
+have, and by what factor each makes it faster at most, after `hpnlp profile RUN`: the factor if the parts that it changes
+take no time at all. What changes the whole program has no such factor. --reasons also lists the others, and why not.
 
 Nothing is measured or changed.
 """
@@ -96,21 +96,25 @@ def _bounds(listed: Sequence[Technique], workdir: Path | None, goal: str | None)
 
 def _listing(listed: Sequence[Technique], bounds: Mapping[str, str]) -> str:
     """A section for each group, in which techniques that share all else are named together."""
+    from hpnlp.advise.techniques import described
     from hpnlp.cost.parts import label
 
     lines, group = [], ""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[str, ...], list[Technique]] = {}
     for t in listed:
         changed = f"changes {', '.join(map(label, t.shortens)) or 'the whole program'}"
         bound = f"{bounds[t.name]} times faster at most" if t.name in bounds else ""
         facts = (f"for {', '.join(t.goals)}", f"needs {t.needs}", changed, bound, f"docs/guide/{t.page}")
-        alike.setdefault((t.group, *filter(None, facts)), []).append(t.name)
-    for (name, *facts), names in alike.items():
+        alike.setdefault((t.group, *filter(None, facts)), []).append(t)
+    for (name, *facts), members in alike.items():
         if name != group:
             lines += ["", f"## {name}"]
             group = name
         lines += ["", f"{'; '.join(facts)}:"]
-        lines += textwrap.wrap(
-            " · ".join(names), 110, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
-        )
+        width = max(len(t.name) for t in members)
+        for t in members:
+            first, text = f"    {t.name:{width}}  ", described(t)
+            lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=" " * len(first)) or [
+                first.rstrip()
+            ]
     return "\n".join(lines[1:]).replace("\xa0", " ") + "\n"

@@ -53,6 +53,21 @@ def test_equal_labels_are_a_column_and_the_labels_stay_in_the_trial(trained):  #
     assert values["agreement"]["share"] == 0.75 and not values["measured"]["labels"]
 
 
+def test_memory_of_the_compiled_program_is_a_column_where_it_is_known(trained):  # noqa: F811
+    advice, _ = searched(trained, settings=AdviseSettings(only=("int8",)), ratios={"int8": 0.5})
+    assert "memory" not in report.render(advice)
+    (finding,), original = advice.findings, advice.baseline.models[0]
+    for column, values, others in (
+        ("memory of the call", {"peak_bytes": 30, "memory_bytes": 4}, {"peak_bytes": 120, "memory_bytes": 8}),
+        ("memory of the weights", {"memory_bytes": 30}, {"peak_bytes": 100, "memory_bytes": 120}),
+    ):
+        changed = dataclasses.replace(finding, measured=dataclasses.replace(finding.measured, **values))
+        models = (dataclasses.replace(original, **others),)
+        baseline = dataclasses.replace(advice.baseline, models=models)
+        text = report.render(dataclasses.replace(advice, findings=[changed], baseline=baseline))
+        assert f"| faster at most | {column} | quality that is kept |" in text and "|  | 0.25 | 100 %" in text
+
+
 def test_labels_are_predicted_for_examples_without_a_label_and_not_for_padding(monkeypatch):
     def labelled(batches, prediction=LabelPrediction):
         task = types.SimpleNamespace(prediction=prediction, heldout=lambda config, dataset, limit: batches[:limit])

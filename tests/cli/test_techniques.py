@@ -2,7 +2,8 @@
 
 import pytest
 
-from hpnlp.advise import Goal, Needs, techniques
+from hpnlp.advise import Goal, Needs, Technique, techniques
+from hpnlp.advise.techniques import described
 from hpnlp.compress.recipe import COMPRESSORS, parse_recipe
 from hpnlp.cost.parts import PARTS
 from hpnlp.cost.traced_time import TracedTime
@@ -31,6 +32,17 @@ def test_every_entry_of_the_tables_is_a_technique():
     for field, table in (("model.mixer", MIXERS), ("model.output", OUTPUTS), ("optimizer.name", OPTIMIZERS)):
         values = {parse_one(t.changes[field], field).name for t in listed if field in t.changes}
         assert values == set(table)
+
+
+def test_every_technique_is_described_in_a_sentence():
+    listed = {t.name: described(t) for t in techniques()}
+    assert not [
+        name for name, text in listed.items() if not (text.endswith(".") and text[0].isupper() and "`" not in text)
+    ]
+    assert listed["model.mixer=linformer(128)"] == "Attention to compressed keys and values."
+    assert listed["model.output=sampled(1024)"] == "Sampled softmax."
+    own = Technique("data.seq_len=4", "Own", (Goal.LATENCY,), Needs.NOTHING, changes={"data.seq_len": 4})
+    assert described(own) == ""
 
 
 def test_a_bound_is_that_of_all_parts_together():
