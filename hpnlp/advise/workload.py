@@ -146,8 +146,9 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
             return _training(run, dataset)
         case Program.LOSS:
             batch = _resized(_batch(run, dataset), workload.batch_size)
-            call, program, _ = profile_run.loss_of_batch(run, batch)
-            return TimedCall(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
+            loss = profile_run.loss_of_batch(run, batch)
+            digest = _digest(loss.compiled.executable.as_text())
+            return TimedCall(loss.call, digest, _amount(batch), loss.compiled.memory.peak)
         case Program.PREDICT:
             function = functools.partial(predictor().predict, texts, workload.batch_size)
         case Program.ENCODE:
@@ -164,9 +165,9 @@ def _training(run: Run, dataset: Any) -> TimedCall:
     widths = tasks.find(run.config.task).batch_widths(run.config.data)
     batches = [_read(run, batch) for batch in itertools.islice(dataset.train(seed=0), BATCHES if widths > 1 else 1)]
     by_shape = {_shape(batch): batch for batch in batches}
-    steps = {shape: profile_run.training_step(run, batch)[:2] for shape, batch in by_shape.items()}
-    order = [steps[_shape(batch)][0] for batch in batches]
-    programs = [program for _, program in steps.values()]
+    steps = {shape: profile_run.training_step(run, batch) for shape, batch in by_shape.items()}
+    order = [steps[_shape(batch)].call for batch in batches]
+    programs = [step.compiled for step in steps.values()]
     return TimedCall(
         lambda: [step() for step in order],
         _digest("\n".join([*(program.executable.as_text() for program in programs), str([*map(_shape, batches)])])),
@@ -227,17 +228,17 @@ def traced(workload: Workload, run: Run, dataset: Any, texts: Sequence[Any]) -> 
         return None
     batch = _batch(run, dataset)
     if workload.program is Program.TRAINING:
-        call, program, _ = profile_run.training_step(run, batch)
+        program = profile_run.training_step(run, batch)
     else:
         batch = _resized(batch, workload.batch_size)
         if texts and "segment_ids" in batch:
             length = int(np.median((batch["segment_ids"] != 0).sum(axis=1)))
             batch = {name: a[:, :length] if a.ndim > 1 and a.shape[1] > length else a for name, a in batch.items()}
-        call, program, _ = profile_run.loss_of_batch(run, batch)
+        program = profile_run.loss_of_batch(run, batch)
     for _ in range(2):
-        jax.block_until_ready(call())
+        jax.block_until_ready(program.call())
     try:
-        return traced_time.trace(call, program.executable.as_text())
+        return traced_time.trace(program.call, program.compiled.executable.as_text())
     except InputError:  # without bounds, more techniques are tried
         return None
 

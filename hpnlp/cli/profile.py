@@ -11,12 +11,13 @@ from hpnlp import cli
 from hpnlp.cli import run_names
 
 USAGE = """
-hpnlp profile RUN [--program=training|loss] [--batch_size=N] [--calls=6]
+hpnlp profile RUN [--program=training|loss] [--batch_size=N] [--calls=6] [--ablations=2]
 
 Divides the time of a training step of a run, or of the loss of a batch without gradients, among the parts of the model
 (embedding, projections, mixing, feed-forward, norms, output layer, optimizer) by a trace of JAX's profiler. Beside each part
 stand its FLOPs, the rate that they reach, and by what factor the program becomes faster at most if the part takes no time.
-What no operation accounts for is printed as "not attributed".
+What no operation accounts for is printed as "not attributed". The shares of the two largest parts are checked by the time of
+the program without their operations.
 
 The figures are those of this machine. They are printed, and written to profile_PROGRAM.json and .png in RUN.
 """
@@ -27,6 +28,9 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_integer("batch_size", 0, "Sequences of a batch; 0 for data.batch_size of the run.", lower_bound=0)
 flags.DEFINE_integer("calls", 6, "Calls of the program in the trace.", lower_bound=1, upper_bound=1000)
+flags.DEFINE_integer(
+    "ablations", 2, "Number of the largest parts without which the program is timed too; 0 for none.", lower_bound=0
+)
 flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
 
 
@@ -46,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp.jobs.profile import profile_run
 
-    settings = profile_run.ProfileSettings(f.program, f.batch_size, f.calls)
+    settings = profile_run.ProfileSettings(f.program, f.batch_size, f.calls, f.ablations)
     profile = profile_run.profile_run(directory, step, settings)
     print(f"{directory}, step {profile.step}\n")
     print(profile_run.render(profile))

@@ -122,6 +122,23 @@ def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
+def called_jaxpr(equation: Equation) -> Any:
+    """The body of an equation that only calls it, such as `jit`, `checkpoint` or a custom derivative.
+
+    Args:
+      equation: Equation of a jaxpr.
+
+    Returns:
+      An open jaxpr with the operands and results of the equation; None for other equations.
+    """
+    bodies = list(core.jaxprs_in_params(equation.params))
+    if not bodies:
+        return None
+    body = open_jaxpr(bodies[0])
+    same = len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
+    return body if same else None
+
+
 def _flops_by_part(jaxpr: core.Jaxpr | core.ClosedJaxpr, while_trips: int | None) -> dict[str, int]:
     """FLOPs of a jaxpr by part; those outside of the jaxpr's own scopes belong to "", until the part of its call is known."""
     result: dict[str, int] = {}

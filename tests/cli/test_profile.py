@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hpnlp.cost.parts import PARTS
 from hpnlp.jobs.profile import profile_run
 from hpnlp.training import loop
 from tests import tiny
@@ -19,10 +20,16 @@ def trained(text, tmp_path_factory):
 
 @pytest.mark.parametrize("program", ["training", "loss"])
 def test_parts_and_the_rest_sum_to_the_time_of_a_call(run, trained, program):
-    outcome = run("profile", str(trained), f"--program={program}", "--calls=2", "--batch_size=4")
+    ablations = 1 if program == "training" else 0
+    flags = f"--program={program}", "--calls=2", "--batch_size=4", f"--ablations={ablations}"
+    outcome = run("profile", str(trained), *flags)
     assert outcome.code == 0 and "not attributed" in outcome.out, outcome
+    assert ("saved without it" in outcome.out) == bool(ablations)
     profile = json.loads((trained / f"profile_{program}.json").read_text())
     traced = profile["traced"]
+    named = [name for name in traced["seconds"] if name in PARTS]
+    assert list(profile["ablated"]) == sorted(named, key=lambda name: -traced["seconds"][name])[:ablations]
+    assert all(0 < ratio["median"] < 2 for ratio in profile["ablated"].values())
     assert sum(traced["seconds"].values()) + traced["idle"] == pytest.approx(traced["idle"] / (1 - profile["coverage"]))
     assert ("optimizer" in traced["seconds"]) == (program == "training") and "mixing" in traced["seconds"]
     assert sum(traced["together"].values()) == pytest.approx(sum(traced["seconds"].values()))

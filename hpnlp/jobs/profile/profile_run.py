@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.cost import traced_time
+from hpnlp.cost.ablation import without_part
 from hpnlp.cost.flop_count import flops_by_part
+from hpnlp.cost.paired_times import LOOKS, Ratio, compare_times
 from hpnlp.cost.parts import OTHER, PARTS, label
 from hpnlp.cost.traced_time import COPIES, TracedTime
 from hpnlp.data.reading.files import Progress, ignore_progress
@@ -39,6 +42,8 @@ GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 LEAST_COVERAGE = 0.85  # share of the time in operations; below, shares are those of the recorded time only
 DATA_BATCHES = 16
 ROUNDS = 7
+ABLATION_ROUNDS, ABLATION_SECONDS = LOOKS[1], 20.0
+FAR = 0.05  # difference of the shares of a part by trace and by ablation that is said
 SLOW_TRACE = 1.2  # a traced call that takes this much longer gives shares only
 
 
@@ -50,11 +55,13 @@ class ProfileSettings:
       program: TRAINING for a step of the run's optimizer, or LOSS for the forward pass.
       batch_size: Sequences of a batch; 0 for those of the run.
       calls: Calls of the trace.
+      ablations: Number of the largest parts whose share is checked by the time of a program without their operations.
     """
 
     program: str = TRAINING
     batch_size: int = 0
     calls: int = traced_time.CALLS
+    ablations: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Profile:
       padding: Share of the batch's tokens that are padding.
       compile_seconds: Time of tracing and compilation.
       environment: Versions and machine.
+      ablated: Part -> time of the program without its operations over that of the program, see `cost.ablation`.
     """
 
     program: str
@@ -89,6 +97,7 @@ class Profile:
     padding: float
     compile_seconds: float
     environment: Mapping[str, Any]
+    ablated: Mapping[str, Ratio]
 
     @property
     def median(self) -> float:
@@ -127,7 +136,7 @@ def profile_run(
     Raises:
       InputError: A setting or the run is invalid, or the profiler records no operation.
 
-    Cost: a compilation, and some 40 calls of the program.
+    Cost: a compilation and some 40 calls of the program; for each ablation a compilation and 16 to 32 calls more.
     """
     if settings.program not in PROGRAMS:
         raise InputError(f"program={settings.program!r}: expected {' or '.join(PROGRAMS)}")
@@ -138,24 +147,42 @@ def profile_run(
     batches = iter(dataset.train(seed=0))
     batch = {name: np.asarray(array) for name, array in next(batches).items() if name in run.model.batch_axes()}
     make = training_step if settings.program == TRAINING else loss_of_batch
-    call, program, flops = make(run, batch)
-    timing = measure.timeit({"call": call}, rounds=ROUNDS, warmup=2)["call"]
-    traced = traced_time.trace(call, program.executable.as_text(), settings.calls)
+    profiled = make(run, batch)
+    timing = measure.timeit({"call": profiled.call}, rounds=ROUNDS, warmup=2)["call"]
+    traced = traced_time.trace(profiled.call, profiled.compiled.executable.as_text(), settings.calls)
     device = this_cpu(1) if jax.default_backend() == "cpu" else None
+    named = [name for name in traced.seconds if name in PARTS]
+    largest = sorted(named, key=lambda name: -traced.seconds[name])[: settings.ablations]
     return Profile(
         settings.program,
         run.step,
         _shape(batch),
         timing.all,
         traced,
-        flops,
+        profiled.flops,
         device.flops["float32"] if device else None,
-        _least_seconds(program, device) if device else {},
+        _least_seconds(profiled.compiled, device) if device else {},
         _data_seconds(batches),
         float(np.mean(batch["segment_ids"] == 0)) if "segment_ids" in batch else 0.0,
-        program.trace_seconds + program.compile_seconds,
+        profiled.compiled.trace_seconds + profiled.compiled.compile_seconds,
         measure.environment(),
+        _ablated(profiled, largest, progress),
     )
+
+
+def _ablated(profiled: ProfiledProgram, parts: Sequence[str], progress: Progress) -> dict[str, Ratio]:
+    """Times without each of some parts, in paired rounds with the whole program."""
+    programs = {part: profiled.without(part) for part in parts}
+    if not programs:
+        return {}
+    times = compare_times(
+        profiled.call,
+        programs,
+        rounds=ABLATION_ROUNDS,
+        seconds=ABLATION_SECONDS,
+        progress=lambda done, total: progress("timing without a part", done, total),
+    )
+    return {part: paired.wall for part, paired in times.programs.items()}
 
 
 def _least_seconds(program: measure.Compiled, device: Device) -> dict[str, float]:
@@ -173,10 +200,49 @@ def _shape(batch: Mapping[str, np.ndarray]) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
-Program = tuple[Callable[[], Any], measure.Compiled, Mapping[str, float | int] | None]
+@dataclasses.dataclass(frozen=True)
+class ProfiledProgram:
+    """A compiled program with its arguments.
+
+    Attributes:
+      call: Calls it; each call of a training step continues with the state of the one before.
+      compiled: The compiled program.
+      flops: FLOPs of a call by part; None where they depend on the batch.
+      start: Makes the state that a call replaces, () without one, and the other arguments, both as trees.
+    """
+
+    call: Callable[[], Any]
+    compiled: measure.Compiled
+    flops: Mapping[str, float | int] | None
+    start: Callable[[], tuple[Any, Any]]
+
+    def without(self, part: str) -> Callable[[], Any]:
+        """A call of the program without the operations of a part, see `cost.ablation.without_part`.
+
+        Args:
+          part: Entry of `cost.parts.PARTS`.
+
+        Returns:
+          A function without arguments, whose results are wrong.
+        """
+        state, others = map(jax.tree.leaves, self.start())
+        function = without_part(self.compiled.jaxpr, part)
+
+        def split(state: Any, others: Any) -> tuple[Any, Any]:
+            results = function(*state, *others)
+            return results[: len(state)], results[len(state) :]
+
+        program = jax.jit(split, donate_argnums=0, compiler_options=_options())
+
+        def call() -> Any:
+            nonlocal state
+            state, results = program(state, others)
+            return results
+
+        return call
 
 
-def training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+def training_step(run: Run, batch: Mapping[str, np.ndarray]) -> ProfiledProgram:
     """The training step of a run on one device, from new parameters.
 
     Args:
@@ -184,7 +250,7 @@ def training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
       batch: Arrays that the model reads.
 
     Returns:
-      A call of the step, the compiled step, and its FLOPs by part.
+      The step.
     """
     examples, length = _shape(batch)
     optimizer = run.config.optimizer.for_batch(examples)
@@ -209,10 +275,15 @@ def training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
         state, metrics = program(state, data, key, *trainer.step.frozen)
         return metrics
 
-    return call, program, trainer.flops_by_part(examples, length)
+    return ProfiledProgram(
+        call,
+        program,
+        trainer.flops_by_part(examples, length),
+        lambda: (trainer.init(key), (data, key, *trainer.step.frozen)),
+    )
 
 
-def loss_of_batch(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+def loss_of_batch(run: Run, batch: Mapping[str, np.ndarray]) -> ProfiledProgram:
     """The loss of a batch without gradients.
 
     Args:
@@ -220,7 +291,7 @@ def loss_of_batch(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
       batch: Arrays that the model reads.
 
     Returns:
-      A call, the compiled program, and its FLOPs by part.
+      The program.
     """
     data = {name: jnp.asarray(array) for name, array in batch.items()}
 
@@ -228,10 +299,11 @@ def loss_of_batch(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
         return gradients.loss(run.model, params, batch, None).sum
 
     program = measure.compile(loss, run.params, data, compiler_options=_options())
-    return lambda: program(run.params, data), program, flops_by_part(loss, run.params, data)
+    flops = flops_by_part(loss, run.params, data)
+    return ProfiledProgram(lambda: program(run.params, data), program, flops, lambda: ((), (run.params, data)))
 
 
-def _options() -> Mapping[str, Any] | None:
+def _options() -> dict[str, Any] | None:
     """Options of the compiler."""
     return GPU_OPTIONS if jax.default_backend() == "gpu" else None
 
@@ -258,7 +330,17 @@ def render(profile: Profile) -> str:
     """
     examples, tokens = profile.shape
     traced = profile.traced
-    header = ["part", "ms", "share", "at most faster", "FLOPs", "GFLOP/s", "least ms"]
+    has_saved = bool(profile.ablated)
+    header = [
+        "part",
+        "ms",
+        "share",
+        *["saved without it"] * has_saved,
+        "at most faster",
+        "FLOPs",
+        "GFLOP/s",
+        "least ms",
+    ]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     total = sum((profile.flops or {}).values())
     for part in profile.model_parts():
@@ -267,9 +349,12 @@ def render(profile: Profile) -> str:
         flops = [f"{100 * work / total:.0f} %", f"{work / seconds / 1e9:.0f}"] if work else ["", ""]
         name = part if part == COPIES else label(part)
         least = three_digits(1e3 * profile.least[part]) if part in profile.least else ""
-        rows.append([name, three_digits(1e3 * seconds), f"{100 * profile.share(part):.0f} %", bound, *flops, least])
+        saved = [_saved(profile.ablated.get(part))] * has_saved
+        share = f"{100 * profile.share(part):.0f} %"
+        rows.append([name, three_digits(1e3 * seconds), share, *saved, bound, *flops, least])
     idle = traced.idle / traced.total
-    rows.append(["not attributed", three_digits(1e3 * idle * profile.median), f"{100 * idle:.0f} %", *[""] * 4])
+    blank = [""] * (len(header) - 3)
+    rows.append(["not attributed", three_digits(1e3 * idle * profile.median), f"{100 * idle:.0f} %", *blank])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     median, least, most = (three_digits(1e3 * s) for s in (profile.median, min(profile.seconds), max(profile.seconds)))
     head = (
@@ -277,6 +362,19 @@ def render(profile: Profile) -> str:
         f"{three_digits(examples * tokens / profile.median)} tokens/s."
     )
     return "\n".join([head, "", table, "", *(f"- {line}" for line in _remarks(profile))]) + "\n"
+
+
+def _saved(ratio: Ratio | None) -> str:
+    """The share of the time that a program without a part saves, with its interval."""
+    if ratio is None:
+        return ""
+    middle, low, high = (f"{100 * (1 - end):.0f}" for end in (ratio.median, ratio.high, ratio.low))
+    return f"{middle} % ({low} to {high})" if math.isfinite(ratio.high) else f"{middle} %"
+
+
+def _distance(ratio: Ratio, value: float) -> float:
+    """Distance of a value from the interval of a ratio."""
+    return max(ratio.low - value, value - ratio.high, 0.0)
 
 
 def _remarks(profile: Profile) -> Iterator[str]:
@@ -303,6 +401,14 @@ def _remarks(profile: Profile) -> Iterator[str]:
         )
     if traced.total > SLOW_TRACE * median:
         yield f"the trace makes a call take {traced.total / median:.1f} times as long: use shares, not milliseconds"
+    if profile.ablated:
+        yield (
+            '"saved without it" is the share of the time that a program without the operations of the part saves, by paired '
+            "calls; it differs from the share of the trace where parts run side by side, or are fused with others"
+        )
+    far = [label(part) for part, ratio in profile.ablated.items() if _distance(ratio, 1 - profile.share(part)) > FAR]
+    if far:
+        yield f"trace and program without it differ by more than {100 * FAR:.0f} points: {', '.join(far)}"
     yield '"at most faster" is the factor if the part took no time at all; a change of dtype or batch size has no such bound'
 
 

@@ -11,7 +11,8 @@ import jax
 from jax.core import AbstractValue, ShapedArray
 from jax.extend import core
 
-from hpnlp.cost.flop_count import open_jaxpr as open_jaxpr  # part of this module's interface
+from hpnlp.cost.flop_count import called_jaxpr as called_jaxpr  # part of this module's interface
+from hpnlp.cost.flop_count import open_jaxpr as open_jaxpr
 from hpnlp.types import Equation
 
 
@@ -32,23 +33,6 @@ def needed_equations(jaxpr: core.Jaxpr) -> list[Any]:
             equations.append(equation)
             needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
     return equations[::-1]
-
-
-def called_jaxpr(equation: Equation) -> Any:
-    """The body of an equation that only calls it, such as `jit`, `checkpoint` or a custom derivative.
-
-    Args:
-      equation: Equation of a jaxpr.
-
-    Returns:
-      An open jaxpr with the operands and results of the equation; None for other equations.
-    """
-    bodies = list(core.jaxprs_in_params(equation.params))
-    if not bodies:
-        return None
-    body = open_jaxpr(bodies[0])
-    same = len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
-    return body if same else None
 
 
 @dataclasses.dataclass(frozen=True)
