@@ -170,9 +170,9 @@ def profile_run(
     )
 
 
-def _ablated(profiled: ProfiledProgram, parts: Sequence[str], progress: Progress) -> dict[str, Ratio]:
+def _ablated(profiled: ProfiledProgram, names: Sequence[str], progress: Progress) -> dict[str, Ratio]:
     """Times without each of some parts, in paired rounds with the whole program."""
-    programs = {part: profiled.without(part) for part in parts}
+    programs = {name: profiled.without(name) for name in names}
     if not programs:
         return {}
     times = compare_times(
@@ -182,7 +182,7 @@ def _ablated(profiled: ProfiledProgram, parts: Sequence[str], progress: Progress
         seconds=ABLATION_SECONDS,
         progress=lambda done, total: progress("timing without a part", done, total),
     )
-    return {part: paired.wall for part, paired in times.programs.items()}
+    return {name: paired.wall for name, paired in times.programs.items()}
 
 
 def _least_seconds(program: measure.Compiled, device: Device) -> dict[str, float]:
@@ -216,17 +216,17 @@ class ProfiledProgram:
     flops: Mapping[str, float | int] | None
     start: Callable[[], tuple[Any, Any]]
 
-    def without(self, part: str) -> Callable[[], Any]:
+    def without(self, name: str) -> Callable[[], Any]:
         """A call of the program without the operations of a part, see `cost.ablation.without_part`.
 
         Args:
-          part: Entry of `cost.parts.PARTS`.
+          name: Entry of `cost.parts.PARTS`.
 
         Returns:
           A function without arguments, whose results are wrong.
         """
         state, others = map(jax.tree.leaves, self.start())
-        function = without_part(self.compiled.jaxpr, part)
+        function = without_part(self.compiled.jaxpr, name)
 
         def split(state: Any, others: Any) -> tuple[Any, Any]:
             results = function(*state, *others)
