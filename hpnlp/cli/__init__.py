@@ -118,12 +118,13 @@ def _invalid_flag_message(message: str) -> str:
     return message
 
 
-def required(name: str, example: str) -> str:
+def required(name: str, example: str, more: str = "") -> str:
     """The value of a required flag.
 
     Args:
       name: Name of the flag.
       example: A value for the error message.
+      more: Its end.
 
     Returns:
       The value, not empty.
@@ -133,7 +134,7 @@ def required(name: str, example: str) -> str:
     """
     value = getattr(FLAGS, name)
     if not value:
-        raise InputError(f"--{name} is required, for example --{name}={example}")
+        raise InputError(f"--{name} is required, for example --{name}={example}{more}")
     return check_no_file(value, example) if name == "workdir" else value
 
 

@@ -32,6 +32,20 @@ def first_fold(flags: Sequence[str], count: int) -> list[str]:
     return [*flags, f"--{FOLDS}={count}", f"--{FOLD}=1"]
 
 
+def check_data(run: Member) -> None:
+    """Reads the data of a run, which its training then finds in the cache, so that a fault is found before anything starts.
+
+    Args:
+      run: The run.
+
+    Raises:
+      InputError: The data are invalid, or have fewer examples or documents than folds.
+    """
+    from hpnlp import tasks
+
+    tasks.find(run.config.task).dataset(run.config.data, None)
+
+
 def divided(members: Mapping[str, Member], count: int) -> dict[str, Member]:
     """The runs of all folds of members.
 

@@ -228,7 +228,8 @@ def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
     from hpnlp.retrieval import datastore
 
     if len(shards) == count:
-        record = datastore.complete(out, shards, cli.FLAGS.index)
+        flags = [f"--{name}={cli.FLAGS[name].value}" for name in OF_STATES if cli.FLAGS[name].present]
+        record = datastore.complete(out, shards, cli.FLAGS.index, flags)
         print(f"{out}: {record.count:,} vectors of {record.dim} numbers, {record.index}", flush=True)
         if record.content == "texts":
             _note(f"search it: hpnlp index search {shlex.quote(str(out))} 'a question'")

@@ -50,12 +50,15 @@ def run(argv: Sequence[str]) -> None:
     """
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
-    path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
+    own_data = ", or --config=classification/texts --data.path=FILE for data of your own"
+    path, workdir = cli.required("config", experiment.EXAMPLE, own_data), Path(cli.required("workdir", "runs/sweep"))
     count: int | None = cli.FLAGS.folds
     in_sweep = _resolve_members(path, _load_sweep(path, has_folds=count is not None), overrides, count)
     if cli.FLAGS.processes is None:
         cli.refuse(LAUNCH, "without --processes: add it, and hpnlp launch supervises each member")
     launch = [f"--{name}={cli.FLAGS[name].value}" for name in LAUNCH if cli.FLAGS[name].present]
+    if count is not None and not workdir.exists():
+        folds.check_data(next(iter(in_sweep.values())))
     with members.written(workdir):
         in_sweep = members.in_old_directories(in_sweep, workdir)
         members.check_directories(in_sweep, workdir)

@@ -14,6 +14,7 @@ from hpnlp import tasks
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs import ensembles, fold_leakage
+from hpnlp.jobs.dtypes import overflow_checked, with_dtype
 from hpnlp.models import variables
 from hpnlp.models.mixtures import continuous_cache
 from hpnlp.ops.weight import dense_tree
@@ -32,6 +33,7 @@ from hpnlp.types import InputError
 # Fields of a run's config that an evaluation can change. The fields of other tasks than the run's are unknown.
 FIELDS = (
     "model.mixer",
+    "model.dtype",
     "data.seq_len",
     "data.batch_size",
     "data.heldout_path",
@@ -93,6 +95,8 @@ def evaluate_run(
         [(str(directory), config) for (directory, _), config in zip(members, stored, strict=True)], changes
     )
     runs = ensembles.load_members(members)
+    if dtype := changes.get("model.dtype"):
+        runs = [with_dtype(run, dtype) for run in runs]
     # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
     configs = [changed_config(run.config, changes) for run in runs]
     config, run = configs[0], runs[0]
@@ -119,10 +123,11 @@ def evaluate_run(
         if config.data.heldout_path:
             store.check_scored(heldout.document(i) for i in range(corpus.heldout_documents))
     _check_labels(task.unknown_labels(dataset), changes)
-    result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
-    scores = dict(result.scores)
-    if limit is None:
-        scores |= further_scores(trainer, params, dataset, config, progress("batches"))
+    with overflow_checked(run):
+        result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
+        scores = dict(result.scores)
+        if limit is None:
+            scores |= further_scores(trainer, params, dataset, config, progress("batches"))
     outcome = Outcome(config, dataset, model, params, result.sums)
     description = ensembles.describe(members, runs)
     return RunEvaluation(scores, result.sums, run.step, description, outcome, examples=result.examples)

@@ -65,7 +65,8 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     first, last = rows[0], rows[-1]
     times = [f"{described(last.wall[n], last.cpu[n])} at {n} {plural(n, 'sequence')}" for n in last.wall]
     quality = _quality(first, last, metric, higher_is_better)
-    return f"{_size(first.disk_bytes / last.disk_bytes)}; the loss of a batch is {', '.join(times)}; {quality}."
+    size = _size(first.disk_bytes / last.disk_bytes) + _memory(last.memory_bytes / first.memory_bytes)
+    return f"{size}; the loss of a batch is {', '.join(times)}; {quality}."
 
 
 def _difference(first: Any, row: Any, metric: str) -> Difference:
@@ -151,6 +152,11 @@ def score_intervals(rows: Sequence[Any], metric: str) -> dict[str, Mapping[str, 
 def _names(rows: Sequence[Any]) -> list[str]:
     """Distinct names of the stages."""
     return [f"{index}. {row.stage}" if index else row.stage for index, row in enumerate(rows)]
+
+
+def _memory(ratio: float) -> str:
+    """The weights in memory, relative to those of the original; "" if they take as much."""
+    return "" if abs(ratio - 1) < 0.01 else f", and the weights take {ratio:.2g} of the memory"
 
 
 def _size(ratio: float) -> str:

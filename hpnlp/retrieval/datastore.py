@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -222,13 +223,14 @@ def index_vectors(shards: Sequence[np.ndarray]) -> tuple[np.ndarray, float, floa
     return vectors, centre, scale
 
 
-def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "") -> Record:
+def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "", flags: Sequence[str] = ()) -> Record:
     """Joins all shards to a searchable datastore.
 
     Args:
       directory: The new datastore, see `prepare_directory`; it may be the only shard.
       shards: Directories of the shards, in any order.
       index: Spec of the index; "" for `default_index`.
+      flags: Flags by which the shards were built, for the command that a message names.
 
     Returns:
       The record of the new datastore.
@@ -257,10 +259,8 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
     except InputError as error:
         if not index:
             raise
-        kept = " ".join(map(str, paths))
-        raise InputError(
-            f"--index={index}: {error}; the vectors are kept: hpnlp index merge {kept} --out=DIR, with another --index"
-        ) from error
+        command = shlex.join(["hpnlp", "index", "merge", *map(str, paths), "--out=DIR", *flags])
+        raise InputError(f"--index={index}: {error}; the vectors are kept: {command}, with another --index") from error
     if paths != [target]:
         target = prepare_directory(target)
         _join_values(target, paths, first.content)

@@ -319,6 +319,10 @@ def test_the_verdict_says_what_became_worse(tmp_path):
         "The file is 4 times smaller; the loss of a batch is 2 times slower (2 to 2) at 1 sequence, 4 times faster (4 to 4) "
         "at 8 sequences; accuracy falls from 0.9000 to 0.8500 (worse)."
     )
+    smaller = [rows[0], dataclasses.replace(rows[1], disk_bytes=400, memory_bytes=16)]
+    assert compression.verdict(smaller, "accuracy", True).startswith(
+        "The file is as large as before, and the weights take 0.4 of the memory; the loss"
+    )
     uncertain = [rows[0], dataclasses.replace(rows[1], interval=(-0.11, 0.01))]
     difference = "no difference, -0.0500 (-0.1100 to +0.0100)"
     assert compression.verdict(uncertain, "accuracy", True).endswith(f"from 0.9000 to 0.8500: {difference}.")

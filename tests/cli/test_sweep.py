@@ -110,6 +110,7 @@ def test_invalid_members_raise_before_the_first_one_trains(sweep, run, tmp_path)
         ([{"train.seed": 1}, {"data.fold": 3}], ["--folds=3"], "--folds=3, --data.fold=3: --folds sets data.folds"),
         ([{"train.seed": 1}], ["--folds=3", "--data.heldout_bytes=5"], "data.heldout_bytes=5, data.folds=3: all"),
         ([{"train.seed": 1}], ["--folds=3", "--data.heldout=0.5"], "data.heldout=0.5 has no effect, because one"),
+        ([{"train.seed": 1}], ["--folds=99"], "data.folds=99: data.path="),
         ([{"train.seed": 1}, {"model.dims": 3}], [], "member dims=3 of get_sweep(): unknown config field 'model.dims'"),
         ([{"train.seed": 1}, {"model.heads": 3}], [], "member heads=3 of get_sweep(): model.dim=16 is not a multiple"),
         ([{"train.seed": 1}, {"model.dim": 16}, {"train.seed": 0}], [], "members dim=16 and seed=0 of get_sweep()"),

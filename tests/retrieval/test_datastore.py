@@ -151,4 +151,6 @@ def test_damaged_shards_are_named(tmp_path, name, array, message):
 def test_vectors_stay_if_their_index_cannot_be_built(tmp_path):
     path = write_shard(tmp_path / "store", np.eye(4, 3), np.arange(4, dtype=np.uint16))
     raises(r"--index=ivf\(cells=9,probes=1\): .*the vectors", datastore.complete, path, [path], "ivf(cells=9,probes=1)")
+    again = "hpnlp index merge .*store --out=DIR --keys=9, with another --index"
+    raises(again, datastore.complete, path, [path], "ivf(cells=9,probes=1)", ["--keys=9"])
     assert datastore.complete(tmp_path / "other", [path], "ivf(cells=2,probes=1)").count == 4

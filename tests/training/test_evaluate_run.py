@@ -32,6 +32,18 @@ def test_a_run_is_evaluated_with_another_memory(tmp_path):
         ({"model.mixer": "full"}, "with model.mixer=full, params.* is nothing in the model and .* in the run: change"),
         ({"model.mixr": "full"}, "no field 'model.mixr': did you mean 'model.mixer'"),
         ({"modl.mixer": "full"}, "no field 'modl.mixer'"),
-        ({"data.heldout": 0.5}, "data.heldout=0.5 would not be the run .* can change model.mixer, data.seq_len"),
+        (
+            {"data.heldout": 0.5},
+            "data.heldout=0.5 would not be the run .* can change model.mixer, model.dtype, data.seq_len",
+        ),
     ):
         raises(re.compile(message, re.DOTALL), evaluate_run, tmp_path, changes)
+
+
+def test_a_run_is_evaluated_in_another_dtype(tmp_path):
+    loop.train(tiny.make(train__steps=2), tmp_path)
+    exact = evaluate_run(tmp_path, {}).scores["loss"]
+    for dtype in ("bfloat16", "float16"):
+        loss = evaluate_run(tmp_path, {"model.dtype": dtype}).scores["loss"]
+        assert loss != exact and loss == pytest.approx(exact, rel=2e-2)
+    raises("unknown model.dtype 'float17': did you mean 'float16'", evaluate_run, tmp_path, {"model.dtype": "float17"})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 
 import jax
@@ -13,9 +14,11 @@ from hpnlp import planner, report
 from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.compress.distilling.distillation import OWN
 from hpnlp.jobs.evaluate_run import evaluate_run
+from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.run_directory import load
+from hpnlp.training.starts.teacher import Teacher
 from hpnlp.training.starts.teacher_outputs import Store, sequence_keys
 from hpnlp.types import InputError
 from tests import tiny
@@ -84,6 +87,9 @@ def test_students_start_from_layers_of_their_teacher(teacher, tmp_path, monkeypa
         loop.train(make(teacher, distill__init="alternate", model__mlp_dim=48), tmp_path / "wide")
     with pytest.raises(InputError, match="the student has 4 layers, the teacher 3"):
         loop.train(make(teacher, distill__init="bottom", model__layers=4), tmp_path / "deep")
+    no_layers = types.SimpleNamespace(config=ClassifierConfig(layers=0))
+    unlayered = types.SimpleNamespace(model=no_layers)
+    raises("not both models have one stack of layers: set", Teacher.first_weights, unlayered, "bottom", no_layers)
     raises("both name parameters to start from", make, teacher, distill__init="bottom", train__init_from="x")
 
 

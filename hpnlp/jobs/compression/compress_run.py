@@ -22,6 +22,7 @@ from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.cost.paired_times import Ratio, TimeComparison, compare_times
+from hpnlp.errors import plural
 from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.jobs.compression.versions import ORIGINAL, CalibrationData, Version, after
 from hpnlp.ops.weight import parameter_count
@@ -294,7 +295,8 @@ class _Compression:
 
     def _times(self, versions: Sequence[Version]) -> dict[int, TimeComparison]:
         """Times of the loss of a batch in paired rounds with the first version, by batch size; programs are named by index."""
-        self.log(f"measuring times at {', '.join(map(str, self.settings.batch_sizes))} sequences")
+        counts = self.settings.batch_sizes
+        self.log(f"measuring times at {', '.join(map(str, counts))} {plural(counts[-1], 'sequence')}")
         progress = ProgressLines(self.log, "measurements")
         batch = next(iter(self.dataset.train(seed=0)))
         result = {}
@@ -308,14 +310,13 @@ class _Compression:
                 )
                 functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
             original = functions.pop("0")
-            report = functools.partial(progress, f"measuring times at {count} sequences")
+            at = f"at {count} {plural(count, 'sequence')}"
+            report = functools.partial(progress, f"measuring times {at}")
             result[count] = compare_times(
                 original, functions, rounds=self.settings.rounds, seconds=TIME_LIMIT, min_seconds=0.02, progress=report
             )
             if result[count].is_biased:
-                self.log(
-                    f"at {count} sequences, equal programs differ by their place in a round: do not trust the times"
-                )
+                self.log(f"{at}, equal programs differ by their place in a round: do not trust the times")
         return result
 
     def finish_target(self, last: Version, evaluation: Evaluation) -> None:

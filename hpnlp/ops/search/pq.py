@@ -42,7 +42,8 @@ class PqCodes:
     """The form in which an index stores rows: their codes, and what it keeps beside them.
 
     Attributes:
-      parts: Number M of parts, a divisor of D. A row takes M bytes, or M / 2 with 16 centroids.
+      parts: Number M of parts. A row takes M bytes, or M / 2 with 16 centroids. Rows whose length is no multiple of M are
+        extended by zeros.
       centroids: Centroids of a part, 256 or 16.
       keep: Vectors that are kept beside the codes to score the best rows again: those of the table as they are ("same"),
         rounded to "float16", rounded to "int8" with a factor for each row, or "none".
@@ -63,16 +64,14 @@ class PqCodes:
           dim: Numbers of a row D.
 
         Raises:
-          InputError: D is not a multiple of parts or fine, there are fewer rows than centroids, or a field is out of range.
+          InputError: There are fewer numbers than parts, or fewer rows than centroids, or a field is out of range.
         """
         if self.centroids not in CENTROIDS:
             raise InputError(f"centroids is {self.centroids}: expected 256, codes of 8 bits, or 16, codes of 4 bits")
         for name, number in (("parts", self.parts), ("fine", self.fine)):
-            if number < 0 or (number == 0 and name == "parts") or (number and dim % number):
-                divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
-                raise InputError(
-                    f"{name} is {number}: the {dim} numbers of a vector are not a multiple of it; expected one of {divisors}"
-                )
+            least = 1 if name == "parts" else 0
+            if not least <= number <= dim:
+                raise InputError(f"{name} is {number}: expected {least} to {dim}, the numbers of a vector")
         if self.centroids == 16 and self.parts % 2:
             raise InputError(
                 f"parts is {self.parts}: two codes of 4 bits share a byte; expected an even number, or centroids=256"
@@ -85,6 +84,18 @@ class PqCodes:
         if self.keep not in KEEP:
             raise InputError(f"keep is {self.keep!r}: expected one of {', '.join(KEEP)}")
 
+    def width(self, dim: int) -> int:
+        """Numbers of a row that is extended by zeros, so that all parts have equally many.
+
+        Args:
+          dim: Numbers of a row D.
+
+        Returns:
+          E, at least D.
+        """
+        multiple = math.lcm(self.parts, self.fine or 1)
+        return -(-dim // multiple) * multiple
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -93,28 +104,28 @@ class PqIndex:
 
     Attributes:
       codes: [R, M] codes of the rows, cell after cell, and zeros for the widest window; [R, M / 2] with 16 centroids.
-      books: [M, K, D / M] float16 centroids of the parts.
-      rotation: [D, D] float16 orthogonal matrix, which queries are multiplied with.
+      books: [M, K, E / M] float16 centroids of the parts, E of `PqCodes.width`.
+      rotation: [D, E] float16 matrix with orthonormal rows, which queries are multiplied with.
       unit: Power of 2, at least the largest absolute value of the table.
       ids: [V] row numbers in the table.
       starts: [C + 1] first row of each cell, and V.
-      means: [C, D] float16 mean of the rows of each cell, rotated.
+      means: [C, E] float16 mean of the rows of each cell, rotated.
       mean_bias: [C] 0, and -inf for an empty cell.
       spread: [C] expected difference of the best score of a cell's rows and the score of their mean, for a query of norm 1.
       capacity: Bound on the number of rows of a cell.
       vectors: [V, D] rows in the order of the codes, to score the best of them again; None to use codes alone.
       scales: [V] or [1] factors of the vectors; None for vectors as in the table.
       fine_codes: [V, F] codes of what the codes leave of the rows; None for none.
-      fine_books: [F, 256, D / F] float16 centroids of `fine_codes`.
+      fine_books: [F, 256, E / F] float16 centroids of `fine_codes`.
     """
 
     codes: UInt8[Array, "R _"]
     books: Float[Array, "M K d"]
-    rotation: Float[Array, "D D"]
+    rotation: Float[Array, "D E"]
     unit: Float[Array, ""]
     ids: Int[Array, " V"]
     starts: Int[Array, " C1"]
-    means: Float[Array, "C D"]
+    means: Float[Array, "C E"]
     mean_bias: Float[Array, " C"]
     spread: Float[Array, " C"]
     capacity: int = dataclasses.field(metadata={"static": True})
@@ -134,7 +145,7 @@ class PqIndex:
         """Scores of `window` rows, from the first row of a cell on.
 
         Args:
-          queries: (rotated [g, D], plain [g, D], None), or with a table of products [1, M K] in place of None for g of 1.
+          queries: (rotated [g, E], plain [g, D], None), or with a table of products [1, M K] in place of None for g of 1.
           cell: A cell.
           window: Number of rows.
 
@@ -166,7 +177,7 @@ class PqIndex:
         return product(rotated[None], x)[0]
 
 
-def decode(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Float[Array, "n D"]:
+def decode(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Float[Array, "n E"]:
     """Centroids of codes.
 
     Args:
@@ -233,7 +244,7 @@ def build_pq(
         row = int(np.flatnonzero(~np.isfinite(x).all(axis=1))[0])
         raise InputError(f"w has NaN or infinity, first in row {row}: remove such rows")
     unit = np.float32(2.0 ** math.ceil(math.log2(max(float(np.abs(x).max()), 1e-30))))
-    x /= unit
+    x = np.pad(x / unit, ((0, 0), (0, form.width(dim) - dim)))
     cell, order, starts, _ = cell_search.assign(x, cells, seed, iterations, size)
     counts = np.diff(starts)
     means = cell_search.cell_means(x, cell, counts)
@@ -253,7 +264,7 @@ def build_pq(
     return PqIndex(
         codes=jnp.asarray(padded),
         books=jnp.asarray(books),
-        rotation=jnp.asarray(rotation),
+        rotation=jnp.asarray(rotation[:dim]),
         unit=jnp.asarray(unit),
         ids=jnp.asarray(order, jnp.int32),
         starts=jnp.asarray(starts, jnp.int32),
@@ -314,7 +325,7 @@ def pq_search(
     return cell_search.search_coded_cells(index, queries, near, k, folds=max(k, -(-rerank // FOLD)), shared=DECODED)
 
 
-def _products(queries: Float[Array, "Q D"], books: Float[Array, "M K d"]) -> Float[Array, "Q _"]:
+def _products(queries: Float[Array, "Q E"], books: Float[Array, "M K d"]) -> Float[Array, "Q _"]:
     """Products [Q, M K] of the parts of queries and the centroids."""
     m, centroids, width = books.shape
     products = jnp.einsum("qmd,mkd->qmk", queries.reshape(-1, m, width), books)

@@ -127,6 +127,11 @@ class Teacher:
           InputError: The student has other widths or parts than the teacher.
         """
         config = student.config
+        if not (config.is_single_stack and self.model.config.is_single_stack):
+            raise InputError(
+                f"distill.init={kind!r} takes layers from the stack of the teacher, and not both models have one stack of "
+                "layers: set distill.init='none'"
+            )
         layers = split_layers(self.model.config, self.weights)
         chosen = [layers[i] for i in chosen_layers(kind, len(layers), config.layers)]
         weights = join_layers(self.model.config, self.weights, chosen)[1]
