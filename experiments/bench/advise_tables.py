@@ -64,3 +64,18 @@ def _ratio(ratio: Sequence[float]) -> str:
     if not ends or ends[0] == ends[1]:
         return f"{median:.2f}"
     return f"{median:.2f} ({ends[0]:.2f} to {ends[1]:.2f})"
+
+
+def bert(rows: Rows) -> Lines:
+    """Time of the recommended candidate, and of other programs with the unchanged model, over float32."""
+    lines = []
+    for row in rows:
+        quality = row["quality"]
+        kept = f", keeps at least {quality['low']:.1%} of the quality" if quality else ""
+        for name, (median, low, high) in row["over float32"].items():
+            program = (
+                f"{row['recommended']} (recommended{kept})" if name == "recommended" else f"{name}, unchanged model"
+            )
+            label = f"BERT classifier, 6 x 384, T 128, {row['what']}: time of {program} over float32"
+            lines.append((label, f"{median:.3f} ({low:.3f} to {high:.3f})"))
+    return lines

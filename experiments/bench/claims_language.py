@@ -167,6 +167,28 @@ EMBEDDINGS = (
         "a byte model, other text",
         is_comparable=False,
     ),
+    Claim(
+        "a classifier of 100 labelled texts has the error of one from scratch with 10 times as many",
+        "Howard and Ruder 2018 (ULMFiT)",
+        "https://arxiv.org/abs/1801.06146",
+        "IMDb; an LSTM of 103 million words of Wikipedia",
+        (
+            Figure(
+                "pretrained_subwords",
+                {"what": "a classifier from the masked language model"},
+                ("difference",),
+                "accuracy {:+.1%} to one from scratch with as many labelled texts",
+            ),
+            Figure(
+                "pretrained_subwords",
+                {"what": "a classifier from the masked language model"},
+                ("half_interval",),
+                "± {:.1%}",
+            ),
+        ),
+        "420 labelled functions, minutes of pretraining; more labels were not measured",
+        is_comparable=False,
+    ),
 )
 
 RETRIEVAL = (
@@ -269,5 +291,28 @@ RETRIEVAL = (
                 "grad_cache", {"step": "in parts"}, ("time_over_at_once",), "{:.2f} of the time of the batch at once"
             ),
         ),
+    ),
+    Claim(
+        "state of the art on ann-benchmarks.com",
+        "Guo et al. 2020 (ScaNN)",
+        "https://arxiv.org/abs/1908.10396",
+        "1.2 million GloVe vectors of 100 numbers, one core",
+        (
+            Figure(
+                "search_scann",
+                {"what": "search, V 100,000, D 128, 500 queries, recall@10 of 0.95"},
+                ("ratios", "time of scann over exact"),
+                "{:.2f} of the time of the exact search",
+            ),
+            Figure(
+                "search_scann",
+                {"what": "search, V 100,000, D 128, 500 queries, recall@10 of 0.95"},
+                ("ratios", "time of scann over exact"),
+                "{:.2f} of that of faiss's inverted file",
+                over=("ratios", "time of faiss ivf over exact"),
+            ),
+        ),
+        "100,000 synthetic vectors, and none of the other libraries of that site",
+        is_comparable=False,
     ),
 )

@@ -357,4 +357,11 @@ SCALING = (
         "RefinedWeb; on OpenWebText2, 0.864 becomes 0.519",
         note="the four rules are built in; other scale",
     ),
+    Claim(
+        "up to four passes over a text are nearly as good as new text",
+        "Muennighoff et al. 2023",
+        "https://arxiv.org/abs/2305.16264",
+        "models of up to 9 billion parameters, up to 900 billion tokens",
+        note="studies allow it (`Study(epochs=...)`), and none has measured it",
+    ),
 )

@@ -467,6 +467,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "launch": launch,
     "adamw": adamw,
     "advise": advise_tables.advise,
+    "advise_bert": advise_tables.bert,
     "large_batch": large_batch,
     "experts": model_use_tables.experts,
     "experts_quality": model_use_tables.experts_quality,

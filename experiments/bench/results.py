@@ -91,7 +91,7 @@ SECTIONS = {
     ),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair", "pair_encoders", "docstring_search"),
     "Compression": ("containers", "quantized_products", "sparse_products", "second_order", "recipes"),
-    "Advice": ("advise",),
+    "Advice": ("advise", "advise_bert"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
     "Planner": ("plan", "plan_tpu"),
