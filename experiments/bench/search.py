@@ -21,12 +21,15 @@ Indexes that search everything are first compared with sorting all scores in flo
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of faiss would spin on the cores of the next measurement
 
 import faiss
 import jax

@@ -223,7 +223,7 @@ class _Search:
             else:
                 chosen.append(technique)
         chosen.sort(key=lambda t: (t.needs is not Needs.NOTHING, -(_bound(t, traced) or math.inf)))
-        return chosen, bounded, refused, untrained
+        return _alternating(chosen), bounded, refused, untrained
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
@@ -416,6 +416,14 @@ class _Search:
             if is_kept and (f.is_kept or not f.is_trained)
         }
         return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
+
+
+def _alternating(listed: Sequence[Technique]) -> list[Technique]:
+    """The techniques of the groups in turn, each in its order, so that little time tries some of each."""
+    groups: dict[str, list[Technique]] = {}
+    for technique in listed:
+        groups.setdefault(technique.group, []).append(technique)
+    return [technique for row in itertools.zip_longest(*groups.values()) for technique in row if technique is not None]
 
 
 def _bound(technique: Technique, traced: TracedTime | None) -> float | None:
