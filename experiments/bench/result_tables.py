@@ -438,7 +438,17 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "labelled_bags": embedding_tables.labelled_bags,
     **dict.fromkeys(("bag_memory", "bag_positives"), embedding_tables.bag_variants),
     **dict.fromkeys(
-        ("softmax", "softmax_layers", "search", "search_keys", "search_lsh", "search_pq", "search_scann", "containers"),
+        (
+            "softmax",
+            "softmax_layers",
+            "search",
+            "search_keys",
+            "search_lsh",
+            "search_pq",
+            "search_pq_one_core",
+            "search_scann",
+            "containers",
+        ),
         softmax,
     ),
     "quantized_products": compression_tables.quantized_products,

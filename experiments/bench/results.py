@@ -78,7 +78,7 @@ SECTIONS = {
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Mixture of experts": ("experts", "experts_quality"),
-    "Search": ("search", "search_keys", "search_lsh", "search_pq", "search_scann"),
+    "Search": ("search", "search_keys", "search_lsh", "search_pq", "search_pq_one_core", "search_scann"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm", "realm", "realm_stdlib"),
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
     "Embeddings and memory": (
