@@ -145,6 +145,8 @@ def _examples_needed(advice: Advice, count: int, gain: float) -> str:
     settings = advice.settings
     undecided = [f.quality for f in advice.findings if f.is_faster and f.quality is not None]
     undecided = [q for q in undecided if q.verdict is QualityVerdict.NOT_SHOWN]
+    if undecided and undecided[0].documents:
+        return f"{undecided[0].documents:,} documents decide, which are independent: hold out more of them, or lower --keep."
     share = undecided[0].differing if undecided else kept_quality.DISCORDANT_PRUNED
     models = f"models that differ on {100 * share:.2g} % of them"
     half, limit = count // 2, flat(advice.config).get("data.heldout_examples")

@@ -223,7 +223,8 @@ class _Search:
             else:
                 chosen.append(technique)
         chosen.sort(key=lambda t: (t.needs is not Needs.NOTHING, -(_bound(t, traced) or math.inf)))
-        return _alternating(chosen), bounded, refused, untrained
+        exact = [t for t in chosen if t.needs is Needs.NOTHING and not t.is_recipe]
+        return [*exact, *_alternating([t for t in chosen if t not in exact])], bounded, refused, untrained
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
@@ -308,7 +309,8 @@ class _Search:
         timed = self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size))
         step = self.trials.run(dataclasses.replace(timed, rounds=LOOKS[0]))  # also where the goal is no time
         others = [f for f in findings if f not in chosen and f.is_kept]
-        has_stack = len(chosen) + len(others) > 1
+        # By the techniques, and not by what was kept, so that a search that goes on has the steps of its trainings.
+        has_stack = any(_trainable(f.candidate, technique) for f in chosen for technique in by_name.values())
         arms = SEEDS * (len(chosen) + len({bool(f.candidate.recipe) for f in chosen}) + has_stack)
         steps = max(1, int(self.settings.train_seconds / arms / step.baseline_seconds))
         self.log(f"training {arms} times {steps} steps: {', '.join(f.candidate.name for f in chosen)}")
@@ -325,7 +327,7 @@ class _Search:
 
         A training applies either changes of the config or a recipe.
         """
-        joined = [c for t in others if (c := _joined(base, t)) is not None and not (c.recipe and c.changes)][:GROUP]
+        joined = [c for t in others if (c := _trainable(base, t)) is not None][:GROUP]
         faster = [f for f in self._beside(base, joined) if f.is_faster] if joined else []
         if not faster:
             return []
@@ -437,6 +439,12 @@ def _joined(stack: Candidate, technique: Technique) -> Candidate | None:
         return stack.plus(technique)
     except InputError:
         return None
+
+
+def _trainable(base: Candidate, technique: Technique) -> Candidate | None:
+    """The candidate with one more technique, if it has either changes of the config or a recipe; otherwise None."""
+    joined = _joined(base, technique)
+    return joined if joined is not None and not (joined.recipe and joined.changes) else None
 
 
 def _recommended(accepted: Sequence[Finding]) -> Finding | None:

@@ -75,7 +75,8 @@ def described(technique: Technique) -> str:
         (field, value), *_ = technique.changes.items()
         table = TABLES.get(field, {})
         entry = table.get(parse_one(str(value), field).name) if table else None
-    sentence = (entry.__doc__ or "").strip().splitlines()[0].partition(". ")[0] if entry is not None else ""
+    lines = (entry.__doc__ or "").strip().splitlines() if entry is not None else []
+    sentence = lines[0].partition(". ")[0] if lines else ""
     sentence = re.sub(r": see `.*|,? ?\(`[^)]*\)|^Entry of [A-Z]+: ", "", sentence).replace("`", "").rstrip(".")
     return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 

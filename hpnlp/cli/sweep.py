@@ -57,8 +57,9 @@ def run(argv: Sequence[str]) -> None:
     if cli.FLAGS.processes is None:
         cli.refuse(LAUNCH, "without --processes: add it, and hpnlp launch supervises each member")
     launch = [f"--{name}={cli.FLAGS[name].value}" for name in LAUNCH if cli.FLAGS[name].present]
-    if count is not None and not workdir.exists():
-        folds.check_data(next(iter(in_sweep.values())))
+    first = next(iter(in_sweep.values()))
+    if count is not None and not workdir.exists() and not first.config.train.init_from:
+        folds.check_data(first)
     with members.written(workdir):
         in_sweep = members.in_old_directories(in_sweep, workdir)
         members.check_directories(in_sweep, workdir)

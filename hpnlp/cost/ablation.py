@@ -21,7 +21,7 @@ from hpnlp.types import Equation
 def without_part(jaxpr: core.Jaxpr | core.ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
     """The function of a jaxpr in which the operations of a part return zeros.
 
-    Scalars of the part are computed, because loops may end by them.
+    Scalars of the part are computed, and so are `while` loops of several parts, which may end by any of them.
 
     Args:
       jaxpr: The jaxpr of a function.
@@ -58,11 +58,9 @@ def _results(equation: Equation, operands: Sequence[Any], name: str, outer: str)
     inner, params, primitive = _equation_part(equation, outer), equation.params, equation.primitive.name
     if primitive == "scan":
         return _bound(equation, operands, jaxpr=_changed(params["jaxpr"], name, inner))
-    if primitive == "while":
-        return _bound(equation, operands, body_jaxpr=_changed(params["body_jaxpr"], name, inner))
     if primitive == "cond":
         return _bound(equation, operands, branches=tuple(_changed(b, name, inner) for b in params["branches"]))
-    if called_jaxpr(equation) is not None:
+    if primitive != "while" and called_jaxpr(equation) is not None:
         body = next(value for value in params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr))
         return _evaluate(body, operands, name, inner)
     return _bound(equation, operands)

@@ -214,15 +214,13 @@ def _pooled(examples: Iterable[ExampleScores], metric: str) -> ExampleScores:
     sums = tuple(np.concatenate([part.sums[metric][i] for part in scores]) for i in (0, 1))
     documents, count = [], 0
     for part in scores:  # folds share no document
-        if part.documents is None:
-            documents.clear()
-            break
-        documents.append(part.documents + count)
-        count += int(part.documents.max(initial=-1)) + 1
+        numbers = np.arange(len(part.identity)) if part.documents is None else part.documents
+        documents.append(numbers + count)
+        count += int(numbers.max(initial=-1)) + 1
     return ExampleScores(
         {metric: (sums[0], sums[1])},
         np.concatenate([part.identity for part in scores]),
-        np.concatenate(documents) if documents else None,
+        None if all(part.documents is None for part in scores) else np.concatenate(documents),
     )
 
 

@@ -51,8 +51,6 @@ PROGRAMS = {
     "checkpoint": jax.checkpoint(block),
     "custom derivative": identity,
     "scan": scanned,
-    "while": looped,
-    "a counter of the part": counted_inside,
     "cond": lambda x: lax.cond(x[0, 0] > -100, block, lambda x: x, x),
     "vmap": jax.vmap(lambda row: block(row[None])[0]),
 }
@@ -65,6 +63,13 @@ def test_a_residual_block_without_its_branch_is_the_identity(name):
     np.testing.assert_array_equal(y, X)
     (y,) = jax.jit(without_part(jaxpr, "norms"))(X)
     np.testing.assert_allclose(y, PROGRAMS[name](X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("program", [looped, counted_inside])
+def test_loops_of_several_parts_that_end_by_their_data_are_computed(program):
+    jaxpr = jax.make_jaxpr(program)(X)
+    (y,) = jax.jit(without_part(jaxpr, "feed_forward"))(X)
+    np.testing.assert_allclose(y, program(X), rtol=1e-5)
 
 
 def test_gradients_lose_the_operations_of_the_part_and_keep_the_rest():

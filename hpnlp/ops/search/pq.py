@@ -72,6 +72,11 @@ class PqCodes:
             least = 1 if name == "parts" else 0
             if not least <= number <= dim:
                 raise InputError(f"{name} is {number}: expected {least} to {dim}, the numbers of a vector")
+        if self.width(dim) > 1.5 * dim:
+            raise InputError(
+                f"parts is {self.parts} and fine is {self.fine}: the {dim} numbers of a vector would be extended to "
+                f"{self.width(dim)}, a multiple of both: choose one that divides the other"
+            )
         if self.centroids == 16 and self.parts % 2:
             raise InputError(
                 f"parts is {self.parts}: two codes of 4 bits share a byte; expected an even number, or centroids=256"
@@ -244,7 +249,9 @@ def build_pq(
         row = int(np.flatnonzero(~np.isfinite(x).all(axis=1))[0])
         raise InputError(f"w has NaN or infinity, first in row {row}: remove such rows")
     unit = np.float32(2.0 ** math.ceil(math.log2(max(float(np.abs(x).max()), 1e-30))))
-    x = np.pad(x / unit, ((0, 0), (0, form.width(dim) - dim)))
+    x /= unit
+    if form.width(dim) > dim:
+        x = np.pad(x, ((0, 0), (0, form.width(dim) - dim)))
     cell, order, starts, _ = cell_search.assign(x, cells, seed, iterations, size)
     counts = np.diff(starts)
     means = cell_search.cell_means(x, cell, counts)

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from hpnlp.atomic_file import replace_bytes
+from hpnlp.errors import InputError
 
 FILE = "scores.npz"  # beside report.json
 EXAMPLES = "examples"  # key of the scores of examples among the sums of a batch
@@ -241,7 +242,13 @@ class Collector:
             return others
         identity, is_example = np.asarray(examples.pop(IDENTITY)), np.asarray(examples["loss"][1]) != 0
         if self._documents is not None:
-            self._of_examples.append(self._documents[len(self._identity)][is_example])
+            number = len(self._identity)
+            if number >= len(self._documents) or self._documents[number].shape != is_example.shape:
+                raise InputError(
+                    "the held-out batches of the task are not those of its heldout_documents: a task that defines heldout "
+                    "defines heldout_documents too, or returns None there"
+                )
+            self._of_examples.append(self._documents[number][is_example])
         self._identity.append(identity[is_example])
         for name, pair in examples.items():
             values = np.asarray(pair, np.float64)

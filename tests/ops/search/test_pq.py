@@ -152,12 +152,12 @@ def test_a_table_of_zeros_and_more_rows_than_its_cells_have():
     np.testing.assert_array_equal(scores, [[4, 4, -np.inf]])
 
 
-@pytest.mark.parametrize("fine", [0, 3])
+@pytest.mark.parametrize("fine", [0, 4])
 def test_rows_of_any_length_are_divided_into_parts(fine):
-    """12 numbers as if of 16 in 8 parts, or of 24 in 8 and in 3."""
+    """12 numbers as if of 16."""
     q, w, _ = clustered(300, 4, dim=12)
     index = build_pq(w, PqCodes(8, 16, "none", fine), cells=5, iterations=2)
-    assert index.shape == (300, 12) and index.books.shape == (8, 16, 3 if fine else 2)
+    assert index.shape == (300, 12) and index.books.shape == (8, 16, 2)
     scores, ids = search(index, q, 10, 5, rerank=300)
     expected = estimates(index, q, 16, bool(fine))
     np.testing.assert_allclose(scores, -np.sort(-expected, axis=1)[:, :10], rtol=1e-5, atol=1e-5)
@@ -180,6 +180,7 @@ def test_invalid_build_arguments_raise():
         ({"parts": 0}, "parts is 0"),
         ({"parts": 1}, "parts is 1: two codes of 4 bits share a byte"),
         ({"fine": 5}, "fine is 5: expected 0 to 4"),
+        ({"parts": 4, "fine": 3}, "the 4 numbers of a vector would be extended to 12"),
         ({"centroids": 64}, "centroids is 64: expected 256"),
         ({"keep": "int4"}, "keep is 'int4': expected one of same"),
         ({"iterations": -1}, "iterations"),
