@@ -390,7 +390,12 @@ class _ScoredSet:
         return writer.record() | {"groups": self._write_groups(selected)}
 
     def _write_groups(self, selected: Sequence[int]) -> int:
-        """Writes the number of the group of each selected example; returns the number of these numbers, 0 without groups."""
+        """Writes the number of the group of each selected example; returns the number of these numbers, 0 without groups.
+
+        Examples of sources that are not split are read without their groups.
+        """
+        if not self._writing.ingest.group_field or self._writing.ingest.heldout:
+            return 0
         groups, numbers = np.unique(self._candidates.hashes(selected), return_inverse=True)
         if len(groups) == len(numbers):
             return 0
