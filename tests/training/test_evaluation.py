@@ -9,6 +9,7 @@ import numpy as np
 from hpnlp.training import evaluation
 from hpnlp.training.config import Config
 from hpnlp.training.files.best import ScoreOrder
+from hpnlp.training.files.example_scores import Collector
 from hpnlp.training.trainer import Trainer
 
 ACCURACY = ScoreOrder("accuracy", higher_is_better=True)
@@ -28,7 +29,8 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
     object.__setattr__(trainer, "training_arrays", ())
     batches = [{"x": np.array([number])} for number in range(9)]
     calls = []
-    sums, _ = evaluation._sums(trainer, None, batches, Config(), lambda *call: calls.append(call), "scoring")
+    collector = Collector()
+    sums = evaluation._sums(trainer, None, batches, Config(), lambda *call: calls.append(call), "scoring", collector)
     total, weight = sums["confusion"]
     assert calls == [("scoring", number, 9) for number in range(9)]
     assert (total == 36).all() and weight == 9 and total.dtype == "float64"
