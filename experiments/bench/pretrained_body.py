@@ -8,8 +8,8 @@ The masked language model reads the Python standard library but for 10 % of its 
 The classifier predicts the package of a function, from PER_CLASS labelled functions of each package, which each seed draws anew
 from the files that the masked language model has read, and is scored on the functions of the other files. Both classifiers have
 the same model, steps, examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not
-trained again, so that the same command goes on after an interruption. The interval of the difference is over held-out
-functions, paired by function, and over seeds. `--tiny` runs everything once in a size that learns nothing.
+trained again, so that the same command goes on after an interruption. The interval of the difference is over the files
+of the held-out functions, paired by function, and over seeds. `--tiny` runs everything once in a size that learns nothing.
 
 Howard and Ruder 2018 (ULMFiT, section 5): on IMDb, a classifier from a pretrained language model with 100 labelled texts has
 the error of one from scratch with 10 times as many.
@@ -18,6 +18,7 @@ the error of one from scratch with 10 times as many.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import math
 import random
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure, report
@@ -123,12 +125,15 @@ def row_of(name: str, runs: Sequence[Path], others: Sequence[Path]) -> dict[str,
     """A row of the result: accuracies, and their paired differences to the classifiers of `others`."""
     reports = [report.read_report(run) for run in runs]
     accuracies = [content["heldout_accuracy"] for content in reports]
+    lines = Path(FLAGS.workdir, "heldout.jsonl").read_text("utf-8").splitlines()
+    files = np.unique([json.loads(line)["group"] for line in lines], return_inverse=True)[1]
     differences, errors = [], []
     for run, other, accuracy in zip(runs, others, accuracies, strict=True):
         scores, of_other = ExampleScores.read(run), ExampleScores.read(other)
         if scores is None or of_other is None:
             sys.exit(f"{run} or {other} has no scores of single examples: train them again")
         differences.append(accuracy - report.read_report(other)["heldout_accuracy"])
+        scores = dataclasses.replace(scores, documents=files)
         errors.append(scores.paired_error(of_other, "accuracy") or 0.0)
     # All seeds have the same held-out functions, so that more seeds reduce only the variance between seeds.
     variance = statistics.mean(error * error for error in errors)
