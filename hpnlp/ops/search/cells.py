@@ -207,6 +207,9 @@ def _in_parts(
     A small last part would read cells for one query at a time: 4,096 queries took twice as long.
     """
     count, probes = near.shape
+    if not count:  # a search has no block to read
+        shapes = jax.eval_shape(search, *jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), (queries, near)))
+        return jax.tree.map(lambda x: jnp.zeros((0, *x.shape[1:]), x.dtype), shapes)
     groups = -(-count // max(cells // probes, 1))
     if groups <= 1:
         return search(queries, near)
