@@ -18,7 +18,7 @@ from hpnlp.advise import AdviseSettings, Goal, Needs, Technique
 from hpnlp.compress.stages import Stage
 from hpnlp.training.config import default
 
-BUDGET = 900.0  # seconds of a search
+BUDGET = 600.0  # seconds of a search: the default of `hpnlp advise`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@
 
 A byte-level language model of the standard library's source is trained on the same number of tokens in batches of B sequences
 and of 16 B, so that the large batch takes 1/16 of the steps. Learning rates are tuned for B only: each optimizer takes the
-best of four RATES, a factor of two apart, by the held-out loss of the first seed. For 16 B nothing is tuned: rates are scaled
+best of RATES, a factor of two apart, by the held-out loss of the first seed; while the best rate is the lowest or highest
+one, the next one is tried too. For 16 B nothing is tuned: rates are scaled
 by `optimizer.scaling`, or unchanged ("none"). Warm-up always lasts for the same fraction of the tokens. Losses are of the same
 held-out text, in nats per byte; no times are measured, so that other load on the machine does not change the result.
 Differences to the best small batch are paired by seed, with a 95 % interval by Student's distribution.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from hpnlp.training.trainer import make_trainer
 ROWS, LENGTH, FACTOR = 1, 32, 16
 WARMUP = 1 / 16  # of the tokens
 RATES = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e-2), "lars": (0.25, 0.5, 1.0, 2.0)}
+MOST_ADDED = 6  # rates beyond RATES
 RULES = ("none", "sqrt", "linear")
 
 FLAGS = flags.FLAGS
@@ -102,12 +104,28 @@ def row_of(rule: str, configs: list[Config], losses: list[float]) -> dict[str, A
     return row | {"loss": float(np.mean(losses))}
 
 
+def best_rate(losses: Mapping[float, float]) -> float:
+    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+def tuned(loss: Callable[[float], float], rates: Sequence[float]) -> dict[float, float]:
+    """Loss by learning rate; rates are added until the best one is between two others."""
+    tried = {rate: loss(rate) for rate in rates}
+    for _ in range(MOST_ADDED):
+        best = best_rate(tried)
+        if min(tried) < best < max(tried):
+            break
+        rate = best * 2 if best == max(tried) else best / 2
+        tried[rate] = loss(rate)
+    return dict(sorted(tried.items()))
+
+
 def bench(optimizers: Sequence[str], tokens: int, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for name in optimizers:
-        tried = {rate: final_loss(config_of(name, rate, ROWS, "none", tokens, 0)) for rate in RATES[name]}
+        tried = tuned(lambda rate, name=name: final_loss(config_of(name, rate, ROWS, "none", tokens, 0)), RATES[name])
         print(f"{name}, {ROWS} rows, loss by rate: {tried}", flush=True)
-        rate = min(tried, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
+        rate = best_rate(tried)
         configs = [config_of(name, rate, ROWS, "none", tokens, seed) for seed in range(seeds)]
         row = row_of("small", configs, [tried[rate], *map(final_loss, configs[1:])])
         rows.append(row | {"tried": list(tried.items())})

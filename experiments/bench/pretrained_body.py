@@ -2,9 +2,9 @@
 
     python experiments/bench/pretrained_body.py --workdir=runs/pretrained_body [--seeds=3] [--tiny]
     python experiments/bench/pretrained_body.py --workdir=runs/pretrained_subwords --tokenizer="bpe(4096)" --length=128 \
-        --pretraining=2500 --name=pretrained_subwords
+        --pretraining=2500 --steps=300 --heldout=0.3 --name=pretrained_subwords
 
-The masked language model reads the Python standard library but for 10 % of its files, as bytes or as tokens of --tokenizer.
+The masked language model reads the Python standard library but for a share of its files, as bytes or as tokens of --tokenizer.
 The classifier predicts the package of a function, from PER_CLASS labelled functions of each package, which each seed draws anew
 from the files that the masked language model has read, and is scored on the functions of the other files. Both classifiers have
 the same model, steps, examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not
@@ -38,7 +38,6 @@ from hpnlp.data.reading import sources
 from hpnlp.data.reading.split import hash_fraction
 from hpnlp.training.files.example_scores import ExampleScores
 
-HELDOUT = 0.1  # share of the files, by a hash of their names, in all runs
 PER_CLASS = 30
 MODEL = {"layers": 4, "dim": 128, "heads": 4}
 TINY_MODEL = {"layers": 1, "dim": 16, "heads": 2}
@@ -52,6 +51,7 @@ flags.DEFINE_integer("seeds", 3, "Classifiers of each kind, with the seeds 0, 1,
 flags.DEFINE_integer("pretraining", 500, "Steps of the masked language model.")
 flags.DEFINE_integer("steps", 120, "Steps of each classifier.")
 flags.DEFINE_string("tokenizer", "bytes", "Tokenizer of all models, trained by the masked language model.")
+flags.DEFINE_float("heldout", 0.1, "Share of the files that no training reads, by a hash of their names.")
 flags.DEFINE_integer("length", 256, "Tokens of a sequence.")
 flags.DEFINE_string("name", "pretrained_body", "Name of the result.")
 flags.DEFINE_bool("tiny", False, "A smoke test, whose result is written to the workdir.")
@@ -65,7 +65,7 @@ def write_examples(workdir: Path, seeds: int) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     by_label, heldout = collections.defaultdict(list), []
     for example in standard_library.functions(sources.find("stdlib", "data.path")[0].files):
-        is_heldout = hash_fraction(example["group"]) < HELDOUT
+        is_heldout = hash_fraction(example["group"]) < FLAGS.heldout
         (heldout if is_heldout else by_label[example["label"]]).append(example)
     for seed in range(seeds):
         draw, count = random.Random(seed), 2 if FLAGS.tiny else PER_CLASS
@@ -95,7 +95,7 @@ def pretrained() -> Path:
     model = {f"model.{name}": value for name, value in (TINY_MODEL if FLAGS.tiny else MODEL).items()}
     steps = {"train.steps": 2 if FLAGS.tiny else FLAGS.pretraining, "train.eval_every": 0}
     steps |= {"data.tokenizer": FLAGS.tokenizer}
-    size = {"data.heldout": HELDOUT, "data.heldout_bytes": 2_000 if FLAGS.tiny else 100_000}
+    size = {"data.heldout": FLAGS.heldout, "data.heldout_bytes": 2_000 if FLAGS.tiny else 100_000}
     return trained("masked_lm/bytes", "masked", model | steps | size)
 
 

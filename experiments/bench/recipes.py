@@ -1,6 +1,7 @@
 """Trains small models by published recipes of compression, each beside the same small model without the technique.
 
     python experiments/bench/recipes.py --workdir=runs/recipes [--only=distilbert,tickets]
+    python experiments/bench/recipes.py --workdir=runs/times --times  # times alone, of models after one step of training
     python experiments/bench/recipes.py --workdir=runs/trial --tiny  # a few steps: checks that everything works
 
 Each training has three seeds, and a technique and its control have the same steps, seeds and held-out examples. Intervals of
@@ -30,14 +31,16 @@ al. 2016, "Learning structured sparsity in deep neural networks".
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from recipe_runs import row_of, run_all, time_rows
-from recipe_steps import CLASSIFIER, GROUPS, entries
+from recipe_steps import CLASSIFIER, GROUPS, Step, entries
 from recipe_tasks import TINY_DATA, write_tiny_data
 from small_runs import is_finished
 
@@ -50,6 +53,9 @@ flags.DEFINE_string("workdir", None, "Directory of the runs.", required=True)
 flags.DEFINE_list("only", [*GROUPS], "Groups to measure.")
 flags.DEFINE_bool(
     "tiny", False, "A few steps of tiny models, whose scores mean nothing; the result stays in --workdir."
+)
+flags.DEFINE_bool(
+    "times", False, "Measures the times of classifiers after one step of each training; other rows of the result stay."
 )
 flags.DEFINE_integer("rounds", 7, "Measurements of each time.", lower_bound=1)
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
@@ -67,16 +73,29 @@ TIMED = {
 def check_settings(workdir: Path) -> None:
     """Exits if the directory holds results of another scale."""
     workdir.mkdir(parents=True, exist_ok=True)
-    path, settings = workdir / "settings.json", {"tiny": FLAGS.tiny}
-    if path.exists() and json.loads(path.read_text("utf-8")) != settings:
-        sys.exit(f"{workdir} holds results {'without' if FLAGS.tiny else 'with'} --tiny: choose another --workdir")
+    path, settings = workdir / "settings.json", {"tiny": FLAGS.tiny} | ({"times": True} if FLAGS.times else {})
+    if path.exists() and (earlier := json.loads(path.read_text("utf-8"))) != settings:
+        sys.exit(f"{workdir} holds results of {earlier}, where the flags ask for {settings}: choose another --workdir")
     path.write_text(json.dumps(settings) + "\n", "utf-8")
+
+
+def timed_steps() -> list[Step]:
+    """The steps before the classifiers of TIMED, and these, with one step of each training."""
+    steps = {step.name: step for step in entries([*GROUPS], FLAGS.tiny)[0]}
+    needed = list(TIMED.values())
+    for name in needed:  # grows
+        needed += [n for n in steps[name].inputs if n not in needed]
+    return [dataclasses.replace(step, steps=min(step.steps, 1)) for name, step in steps.items() if name in needed]
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
     """Rows of all comparisons whose runs are finished, also those of other groups than --only, and of times."""
-    comparisons = entries([*GROUPS], FLAGS.tiny)[1]
-    made = [row_of(group, each, workdir, FLAGS.tiny) for group, members in comparisons.items() for each in members]
+    if FLAGS.times:
+        path = measure.result_path("recipes", FLAGS.out, jax.devices()[0].device_kind)
+        made = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["table"] != "models"]
+    else:
+        comparisons = entries([*GROUPS], FLAGS.tiny)[1]
+        made = [row_of(group, each, workdir, FLAGS.tiny) for group, members in comparisons.items() for each in members]
     timed = {text: name for text, name in TIMED.items() if is_finished(workdir / name)}
     times = time_rows(timed, workdir, FLAGS.rounds) if CLASSIFIER in timed.values() else []
     return [row for row in made if row is not None] + times
@@ -88,7 +107,7 @@ def main(_: list[str]) -> None:
     for group in FLAGS.only:
         lookup(GROUPS, group, "--only")
     check_settings(workdir)
-    steps, _comparisons = entries(FLAGS.only, FLAGS.tiny)
+    steps = timed_steps() if FLAGS.times else entries(FLAGS.only, FLAGS.tiny)[0]
     if FLAGS.tiny:
         write_tiny_data(workdir / TINY_DATA)
     run_all(steps, workdir, FLAGS.tiny)

@@ -29,6 +29,7 @@ from hpnlp.data.reading.fields import FieldError
 from hpnlp.jobs import ensembles
 from hpnlp.jobs.dtypes import overflow_checked, overflow_checked_chunks, with_dtype
 from hpnlp.models import decode
+from hpnlp.models.decoding.decoding_weights import separate_stacks
 from hpnlp.tasks.predictions import Prediction, TrainedModel
 from hpnlp.training import run_directory
 from hpnlp.types import InputError
@@ -82,6 +83,8 @@ class Predictor:
         self.directory, self.run = directory, run
         self._task = tasks.find(run.config.task)
         params = jax.tree.map(jnp.asarray, run.params)
+        if jax.default_backend() == "cpu":  # GPUs and TPUs read a layer in its stack
+            params = jax.jit(separate_stacks, static_argnums=1)(params, run.model.config)
         self._trained = TrainedModel(run.config, run.model, params, run.tokenizer, run.vocabulary.labels or ())
         self._kind = self._task.input_kind(run.config.data)
         self._text_kind = self._task.text_kind(run.config.data)

@@ -7,8 +7,11 @@ import numpy as np
 
 from hpnlp.advise import AdviseSettings, report, trial
 from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality, subset
+from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.tasks.predictions import LabelPrediction
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import default, resolve
+from hpnlp.training.run_directory import Run
 from tests.advise.test_search import searched, trained  # noqa: F401  (fixture)
 
 
@@ -72,10 +75,8 @@ def test_labels_are_predicted_for_examples_without_a_label_and_not_for_padding(m
     def labelled(batches, prediction=LabelPrediction):
         task = types.SimpleNamespace(prediction=prediction, heldout=lambda config, dataset, limit: batches[:limit])
         monkeypatch.setattr(trial.tasks, "find", lambda name: task)
-        vocabulary = types.SimpleNamespace(labels=("a", "b"))
-        run = types.SimpleNamespace(
-            config=types.SimpleNamespace(task="x"), model=None, params=None, tokenizer=None, vocabulary=vocabulary
-        )
+        vocabulary = Vocabulary(ByteTokenizer(), ("a", "b"))
+        run = Run(resolve(default("classification")), vocabulary, model=None, params=None, step=0, eos_ids=())
         return trial._Process._labels(None, run, None)
 
     def predictions(model, batch, count):

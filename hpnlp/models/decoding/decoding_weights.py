@@ -1,4 +1,4 @@
-"""Weights of a model in the form in which decoding is fastest: one tree per layer, and transposed kernels."""
+"""Weights of a model in the forms in which it is served fastest: one tree per layer, and transposed kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import PyTree
 
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.models.variables import BUFFERS
+from hpnlp.models.shared.body import ConfigOfModel
+from hpnlp.models.variables import BUFFERS, FROZEN, join, split
 from hpnlp.nn.layers import with_transposes
 from hpnlp.ops.linear import prefers_transpose
 
@@ -37,6 +38,36 @@ def separate_layers(params: PyTree, config: BackboneConfig) -> Any:
     stacks = dict.fromkeys(order.stack_names, {}) | order.split(params[BUFFERS]["layers"])
     layers = tuple(order.layer(stacks, i) for i in range(config.layers))
     return {**separate, BUFFERS: {**params[BUFFERS], "layers": layers}}
+
+
+def separate_stacks(weights: Any, config: ConfigOfModel) -> Any:
+    """Weights in the form in which batches are predicted fastest: `separate_layers` of all stacks of the model.
+
+    A classifier of 6 layers and 384 features takes 0.8 of the time for one text of 128 tokens on a CPU, and 0.9 for 8.
+
+    Args:
+      weights: Weights of a model.
+      config: Config of the model.
+
+    Returns:
+      The weights; stacks that run as a loop (`model.unroll`) stay, since separate layers take longer to compile.
+
+    Cost: a copy of the layers' weights.
+    """
+    for name, stack in config.stacks().items():
+        if not stack.layers or stack.unroll:
+            continue
+        params, buffers = split(weights)
+        frozen = weights.get(FROZEN)
+        if name:
+            separate = separate_layers(join(params[name], (buffers or {}).get(name)), stack)
+            part, part_buffers = split(separate)
+            params = {**params, name: part}
+            buffers = {**(buffers or {}), name: part_buffers} if part_buffers else buffers
+        else:
+            params, buffers = split(separate_layers(join(params, buffers), stack))
+        weights = join(params, buffers, frozen)
+    return weights
 
 
 def for_decoding(weights: Any, config: Any, count: int) -> Any:
