@@ -82,9 +82,11 @@ class Predictor:
     def _set(self, directory: str, run: run_directory.Run) -> None:
         self.directory, self.run = directory, run
         self._task = tasks.find(run.config.task)
-        params = jax.tree.map(jnp.asarray, run.params)
-        if jax.default_backend() == "cpu":  # GPUs and TPUs read a layer in its stack
-            params = jax.jit(separate_stacks, static_argnums=1)(params, run.model.config)
+        if jax.default_backend() == "cpu":  # layers are views of their stacks, not copies
+            views = separate_stacks(jax.tree.map(np.asarray, run.params), run.model.config)
+            params = jax.tree.map(lambda x: jax.device_put(x, may_alias=True), views)
+        else:
+            params = jax.tree.map(jnp.asarray, run.params)
         self._trained = TrainedModel(run.config, run.model, params, run.tokenizer, run.vocabulary.labels or ())
         self._kind = self._task.input_kind(run.config.data)
         self._text_kind = self._task.text_kind(run.config.data)

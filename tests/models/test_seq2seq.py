@@ -7,8 +7,10 @@ import pytest
 
 from hpnlp.models.decode import GREEDY
 from hpnlp.models.decoding.beam_search import BeamOptions
+from hpnlp.models.decoding.decoding_weights import separate_stacks
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
+from hpnlp.models.variables import axes_and_shapes, collections, join, split
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
@@ -67,6 +69,29 @@ def test_loss_is_that_of_the_logits(fields):
     assert [*map(float, out.aux["exact_match"])] == [expected.sum(), 4] and expected[0]
     assert ("embed" in params) == model.config.share_embeddings
     assert ("embed" in params["encoder"]) != model.config.share_embeddings
+
+
+def test_separate_layers_of_both_stacks_have_equal_logits():
+    """The buffers of their routers too, which decide the experts of a token."""
+    model, params = make(mlp="bias_balanced(4)")
+    draw = np.random.default_rng(0)
+    shapes = split(axes_and_shapes(model)[1])[1]
+    buffers = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), shapes)
+    assert sorted(buffers) == ["decoder", "encoder"]
+    weights = jax.tree.map(np.asarray, join(params, buffers))
+    separate = separate_stacks(weights, model.config)
+    layers = separate["encoder"]["layers"]
+    assert isinstance(layers, tuple) and np.shares_memory(
+        jax.tree.leaves(layers[1])[0], jax.tree.leaves(weights["encoder"]["layers"])[0]
+    )
+
+    def logits(weights, batch):
+        return model.apply(collections(weights), batch, method="logits")
+
+    expected, actual = (once(logits, each, make_batch()) for each in (weights, separate))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    other = join(params, jax.tree.map(np.negative, buffers))
+    assert np.abs(once(logits, other, make_batch()) - expected).max() > 1e-3  # buffers have an effect
 
 
 def test_padding_of_sources_and_later_targets_do_not_count():
