@@ -3,8 +3,9 @@
     python experiments/bench/commits.py --before=44dcb6f [--only=loss,decode] [--rounds=5]
 
 Every round runs each benchmark script in both trees, each in a process of its own, and alternates which tree comes first, since
-the speed of a machine drifts. "train" is no script, but 50 steps of `hpnlp train`, whose losses and peak memory are compared.
-Both trees run with the interpreter and packages of this process. About 40 minutes.
+the speed of a machine drifts. "train" is no script, but 50 steps of `hpnlp train`, whose losses and peak memory are compared;
+"tests" are every eighth test of `make test`, and their collection, in CPU seconds. Both trees run with the interpreter and
+packages of this process. About 40 minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -29,8 +31,9 @@ Samples = Mapping[str, Sequence[float]]  # name of a measurement -> its seconds,
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("before", None, "The commit to compare with.", required=True)
-flags.DEFINE_list("only", [], "Names of the benchmarks to run; empty for all.")
+flags.DEFINE_list("only", [], "Names of the benchmarks to run; empty for all but tests.")
 flags.DEFINE_integer("rounds", 5, "Runs of each benchmark in each tree; the median of their ratios is reported.")
+flags.DEFINE_string("name", "commits", "Name of the result.")
 flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
 
 
@@ -159,6 +162,36 @@ def compare_training(before: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def tested(tree: Path) -> tuple[float, int]:
+    """`(CPU seconds, number of tests)` of every eighth test of a tree, in one process, and of what the tests start."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "every_eighth"]
+    path = f"{tree}{os.pathsep}{Path(__file__).parent}"
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, stdout=output)
+        _, status, usage = os.wait4(process.pid, 0)
+        output.seek(0)
+        lines = output.read().splitlines()
+    if os.waitstatus_to_exitcode(status) not in (0, 1):  # 1: a test failed, which the last line says
+        raise RuntimeError(f"the tests of {tree} ended with status {status}: {lines[-1:]}")
+    print(f"{tree}: {lines[-1]}", flush=True)
+    count = sum(int(number) for number in re.findall(r"(\d+) (?:passed|failed)", lines[-1]))
+    return usage.ru_utime + usage.ru_stime, count
+
+
+def compare_tests(before: Path, rounds: int) -> list[dict[str, Any]]:
+    """A row for the CPU seconds of tests."""
+    seconds: dict[str, list[float]] = {"before": [], "after": []}
+    counts = {}
+    for i in range(rounds):
+        trees = {"before": before, "after": ROOT}
+        for name in list(trees)[:: 1 if i % 2 == 0 else -1]:
+            used, counts[name] = tested(trees[name])
+            seconds[name].append(used)
+    ratio = statistics.median(after / first for after, first in zip(seconds["after"], seconds["before"], strict=True))
+    what = f"every eighth test ({counts['after']}; before, {counts['before']}), CPU seconds"
+    return [{"what": what, "over_before": ratio, **seconds}]
+
+
 def main(_: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         export(FLAGS.before, Path(directory))
@@ -168,8 +201,10 @@ def main(_: Any) -> None:
         ]
         if "train" in names:
             rows += compare_training(Path(directory), FLAGS.rounds)
+        if "tests" in names:
+            rows += compare_tests(Path(directory), FLAGS.rounds)
     rows = [{"commit": FLAGS.before, **row} for row in rows]
-    print(measure.write_result("commits", rows, FLAGS.out))
+    print(measure.write_result(FLAGS.name, rows, FLAGS.out))
 
 
 if __name__ == "__main__":

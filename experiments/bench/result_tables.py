@@ -411,7 +411,7 @@ def commits(rows: Rows) -> Lines:
             continue
         ratios = [after / before for after, before in zip(row["after"], row["before"], strict=True)]
         figure = f"{row['over_before']:.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)"
-        measured = "" if "memory" in row["what"] else "time "
+        measured = "" if "memory" in row["what"] or "CPU" in row["what"] else "time "
         lines.append((f"{row['what']}: {measured}relative to commit {row['commit'][:7]}", figure))
     return lines
 
@@ -495,5 +495,5 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "pretrained_subwords": model_use_tables.pretrained_body,
     "demo_perl": model_use_tables.demo,
     "demo_documentation": model_use_tables.demo,
-    **dict.fromkeys(("commits", "commits-quiet"), commits),
+    **dict.fromkeys(("commits", "commits-quiet", "commits_tests"), commits),
 }

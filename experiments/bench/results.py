@@ -96,7 +96,7 @@ SECTIONS = {
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),
-    "Changes": ("commits",),
+    "Changes": ("commits", "commits_tests"),
 }
 
 # Sections of docs/claims.md.

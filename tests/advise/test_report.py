@@ -72,11 +72,13 @@ def test_memory_of_the_compiled_program_is_a_column_where_it_is_known(trained): 
 
 
 def test_labels_are_predicted_for_examples_without_a_label_and_not_for_padding(monkeypatch):
+    config = resolve(default("classification"))
+
     def labelled(batches, prediction=LabelPrediction):
         task = types.SimpleNamespace(prediction=prediction, heldout=lambda config, dataset, limit: batches[:limit])
         monkeypatch.setattr(trial.tasks, "find", lambda name: task)
         vocabulary = Vocabulary(ByteTokenizer(), ("a", "b"))
-        run = Run(resolve(default("classification")), vocabulary, model=None, params=None, step=0, eos_ids=())
+        run = Run(config, vocabulary, model=None, params=None, step=0, eos_ids=())
         return trial._Process._labels(None, run, None)
 
     def predictions(model, batch, count):

@@ -87,6 +87,20 @@ def test_rounds_reverse_their_order_and_programs_leave_with_their_verdict():
     assert words(result, "same") == "as fast as before (between 0 % less and 0 % more time)"
 
 
+def test_cold_caches_after_another_program_do_not_favour_the_baseline():
+    """Of which two measurements follow each other. A call of another program than the last takes twice as long."""
+    last, noise = [""], np.random.default_rng(0)
+
+    def use(program, calls):
+        cold, last[0] = last[0] != program.__name__, program.__name__
+        return Usage(program() * (calls + cold) / calls * math.exp(0.01 * noise.standard_normal()))
+
+    programs = {name: named(name, 0.002) for name in "abc"}
+    result = compare_times(named("base", 0.002), programs, use=use)
+    assert result.baseline == pytest.approx(0.002, rel=0.01) and not result.is_biased
+    assert all(times.wall.median == pytest.approx(1.0, abs=0.01) for times in result.programs.values())
+
+
 def test_more_programs_than_a_group_have_a_baseline_each_and_all_rounds_end_at_a_limit():
     machine = Machine(1, noise=0.3)
     result = compare(machine, **{f"p{i}": 1.0 for i in range(5)})
