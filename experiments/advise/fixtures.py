@@ -110,11 +110,10 @@ def _identities() -> tuple[Technique, ...]:
 
 
 def _traps() -> tuple[Technique, ...]:
-    """Fast programs with wrong outputs: new weights, weights that are lost, and the first letters of each text."""
+    """Fast programs with wrong outputs: new weights, and the first letters of each text."""
     changes = ({"model.layers": 1}, {"model.mlp_dim": 8}, {"data.seq_len": 4})
     names = [", ".join(f"{field}={value}" for field, value in each.items()) for each in changes]
-    of_config = [Technique(n, "Trap", EVERY, Needs.NOTHING, changes=c) for n, c in zip(names, changes, strict=True)]
-    return (*of_config, Technique("blocks(0.05)", "Trap", EVERY, Needs.NOTHING))
+    return tuple(Technique(n, "Trap", EVERY, Needs.NOTHING, changes=c) for n, c in zip(names, changes, strict=True))
 
 
 FIXTURES = [
