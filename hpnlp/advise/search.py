@@ -24,7 +24,7 @@ from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import wanted
 from hpnlp.advise.trainings import SEEDS, TRAINED, Trainings
-from hpnlp.advise.trial import Trial, TrialResult, wall_ratio
+from hpnlp.advise.trial import Measured, Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload, default_workload
 from hpnlp.compress.weights_file import has_weights
@@ -107,6 +107,7 @@ class _Search:
         if not self.has_data and (settings.train_seconds or self.workload.program in (Program.TRAINING, Program.LOSS)):
             raise InputError(f"{run} was converted, and has no examples to train with: add --data.path=PATH")
         self.begun = time.monotonic()
+        self.scored: dict[str, Measured] = {}  # by the name of the candidate
 
     def run(self, directory: Path) -> Advice:
         """Searches."""
@@ -289,8 +290,7 @@ class _Search:
             if i and (self._spent > SCORE_SHARE or sum(f.is_kept for f in scored) >= ENOUGH):
                 return [*scored, *findings[i:]]
             self._report(f"scoring {', '.join(f.candidate.name for f in group)}", findings)
-            result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
-            for finding, model in zip(group, result.models[1:], strict=True):
+            for finding, model in zip(group, self._scores([f.candidate for f in group]), strict=True):
                 quality = self.judge.quality(model, selects=True)
                 kept = quality is not None and quality.verdict is QualityVerdict.KEPT
                 equal = self.judge.agreement(model)
@@ -298,6 +298,12 @@ class _Search:
                     dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error, agreement=equal)
                 )
         return scored
+
+    def _scores(self, candidates: Sequence[Candidate]) -> Sequence[Measured]:
+        """The candidates with the scores of all held-out examples, of which each judgement reads a half."""
+        models = self.trials.run(self._trial(candidates, 0, scored=True)).models[1:]
+        self.scored |= {candidate.name: model for candidate, model in zip(candidates, models, strict=True)}
+        return models
 
     def _trained(self, findings: Sequence[Finding], by_name: Mapping[str, Technique]) -> list[Finding]:
         """The fastest findings that need training, and the best of them with one more technique, after trainings."""
@@ -347,19 +353,22 @@ class _Search:
         others = [by_name[f.candidate.name] for f in good[1:] if not f.is_trained]
         for _ in range(STACKED):
             larger = [candidate for technique in others if (candidate := _joined(stack, technique)) is not None][:GROUP]
-            if not larger or self._spent > STACK_SHARE:
+            if not larger or (len(stack.techniques) > 1 and self._spent > STACK_SHARE):
                 break
             self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
             findings = [f for f in self._beside(stack, larger) if f.is_faster]
-            if not self._trains and findings:
-                scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
-                kept = [self.judge.quality(model, selects=True) for model in scored.models[1:]]
-                findings = [f for f, q in zip(findings, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
-            if not findings:
+            added = next((f.candidate for f in findings if self._trains or self._keeps(f.candidate)), None)
+            if added is None:
                 break
-            stack = findings[0].candidate
+            stack = added
             others = [technique for technique in others if technique.name not in stack.techniques]
         return self._reduced(stack, by_name)
+
+    def _keeps(self, candidate: Candidate) -> bool:
+        """Whether a candidate keeps the quality on the half of the examples by which candidates are selected."""
+        (model,) = self._scores([candidate])
+        quality = self.judge.quality(model, selects=True)
+        return quality is not None and quality.verdict is QualityVerdict.KEPT
 
     def _reduced(self, stack: Candidate, by_name: Mapping[str, Technique]) -> Candidate:
         """The stack without a technique that those after it have made useless."""
@@ -390,7 +399,11 @@ class _Search:
         if not candidates:
             return []
         self.log(f"confirming {', '.join(c.name for c in candidates)}")
-        result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
+        is_scored = all(c.name in self.scored for c in candidates)
+        result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not (self._trains or is_scored), attempt=1))
+        if is_scored:
+            models = [_with_scores(m, self.scored[c.name]) for c, m in zip(candidates, result.models[1:], strict=True)]
+            result = dataclasses.replace(result, models=(result.models[0], *models))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         before = {f.candidate.name: f for f in good}
         findings = [
@@ -454,6 +467,11 @@ def _recommended(accepted: Sequence[Finding]) -> Finding | None:
         return None
     near = [f for f in accepted if f.gain * (1 + LEAST) >= best.gain]
     return min(near, key=lambda f: (f.is_trained, len(f.candidate.techniques), bool(f.candidate.recipe), -f.gain))
+
+
+def _with_scores(model: Measured, scored: Measured) -> Measured:
+    """A model with the scores of an earlier measurement."""
+    return dataclasses.replace(model, scores=scored.scores, examples=scored.examples, labels=scored.labels)
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:
