@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from hpnlp.advise.advice import AdviseSettings
 from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.compress.recipe import COMPRESSORS, CONVERSIONS, parse_recipe
+from hpnlp.compress.stages import STRUCTURE
 from hpnlp.lra.mixers import all_specs
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
@@ -164,7 +165,9 @@ def _removed(layers: int) -> Iterator[Technique]:
     for name in COMPRESSORS:
         examples, shortened = REMOVED.get(name, ((), ()))
         for recipe in examples:
-            yield Technique(recipe, "Fewer units", goals, Needs.TRAINING, shortened, page="compression.md")
+            is_trained = parse_recipe(recipe)[0].changes == STRUCTURE  # factors of matrices are not trained further
+            needs = Needs.TRAINING if is_trained else Needs.BATCHES
+            yield Technique(recipe, "Fewer units", goals, needs, shortened, page="compression.md")
 
 
 def _mixers() -> Iterator[Technique]:

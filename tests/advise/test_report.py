@@ -5,8 +5,10 @@ import types
 
 import numpy as np
 
-from hpnlp.advise import AdviseSettings, report, trial
+from hpnlp.advise import AdviseSettings, Needs, report, techniques, trial
 from hpnlp.advise.kept_quality import EqualPredictions, KeptQuality, subset
+from hpnlp.compress.recipe import parse_recipe
+from hpnlp.compress.stages import STRUCTURE
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.tasks.predictions import LabelPrediction
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -88,3 +90,8 @@ def test_labels_are_predicted_for_examples_without_a_label_and_not_for_padding(m
     unlabelled = {"weights": np.array([1.0, 0.0, 0.0]), "teacher_weights": np.array([1.0, 1.0, 0.0])}
     assert labelled([unlabelled, {"weights": np.array([1.0, 0.0])}]) == ("a", "b", "a")
     assert labelled([{"weights": np.zeros(2)}]) == labelled([{"tokens": np.zeros(2)}]) == labelled([], None) == ()
+
+
+def test_recipes_that_need_training_can_be_trained_further():
+    recipes = [t for t in techniques() if t.is_recipe and t.needs is Needs.TRAINING]
+    assert recipes and all(stage.changes == STRUCTURE for t in recipes for stage in parse_recipe(t.name))

@@ -108,7 +108,9 @@ def test_the_fastest_stack_that_keeps_the_quality_is_confirmed_and_recommended(t
     by_name = {f.candidate.name: f for f in advice.findings}
     assert by_name["heads(0.5)"].quality.verdict is QualityVerdict.LOST and by_name["heads(0.5)"].is_faster
     last = trials.trials[-1]
-    assert last.attempt == 1 and not last.scored and len(last.candidates) <= CONFIRMED  # scores of both halves are known
+    assert (
+        last.attempt == 1 and not last.scored and len(last.candidates) <= CONFIRMED
+    )  # scores of both halves are known
     text = report.render(advice)
     assert text.startswith("int8 + mlp(0.5): 1.") and "Confirmed in a second process." in text
     assert "loses too much without training" in text and "--recipe=mlp(0.5),int8" in text

@@ -20,7 +20,8 @@ from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.report import comparison_plots, compression
 from hpnlp.training import loop
-from hpnlp.training.config_file import write_config
+from hpnlp.training.config import with_changes
+from hpnlp.training.config_file import load_config, write_config
 from hpnlp.training.files import contents
 from hpnlp.training.processes import signals
 from hpnlp.training.run_directory import load
@@ -33,6 +34,23 @@ from tests.tasks.test_contracts import EXAMPLES
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return tiny.copy_run(tmp_path_factory.mktemp("compressed") / "run")
+
+
+def test_roles_of_special_tokens_stay_through_further_training(run, trained, tmp_path):
+    """Those of a checkpoint of another library, which its tokenizer.json does not have."""
+    source, target, vocabulary = tmp_path / "source", tmp_path / "small", {f"{i:03x}": i for i in range(263)}
+    shutil.copytree(trained, source)
+    model = {"type": "WordLevel", "vocab": {**vocabulary, "<end>": 263}, "unk_token": "<end>"}
+    added = {"id": 263, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content = {"version": "1.0", "added_tokens": [{**added, "special": True}], "model": model}
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    tokenizer = {"data.tokenizer": str(source / "tokenizer.json")}
+    write_config(source, with_changes(load_config(source), tokenizer))
+    argv = [f"--from={source}", f"--to={target}", "--recipe=mlp(0.5)", "--finetune=1", "--batches=1", "--rounds=1"]
+    outcome = run("compress", *argv)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert load(target).tokenizer.eos_id == load(source).tokenizer.eos_id == 263
 
 
 def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, trained, tmp_path):

@@ -42,8 +42,11 @@ from hpnlp.training.starts.rewind import check_source, rewound
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
-# Files of a run that the compressed model keeps.
-COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
+# Files of a run that the compressed model keeps; the second has the roles of special tokens.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "labels.json",
+    "generation_config.json",
+)  # fmt: skip
 TIME_LIMIT = 60.0  # seconds after which rounds end at the next look, for each batch size and four versions
 FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
