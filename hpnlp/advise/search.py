@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpnlp import measure, tasks
 from hpnlp.advise import kept_quality
@@ -50,6 +50,8 @@ SCORING = Workload(Program.LOSS, 1)  # trials without rounds have it, so that th
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
 NOT_SLOWER = (Verdict.FASTER, Verdict.EQUAL)
+
+Item = TypeVar("Item")
 
 
 def advise(
@@ -120,9 +122,10 @@ class _Search:
         faster = [
             f for f in screened if f.ratio is not None and f.ratio.verdict in FASTER and f.ratio.median < 1 - LEAST
         ]
+        techniques = {t.name: t for t in chosen}
+        faster = _in_turn(faster, lambda finding: techniques[finding.candidate.name].family)
         scored = self._score(faster[:SCORED])
         by_name = {finding.candidate.name: finding for finding in [*screened, *scored]}
-        techniques = {t.name: t for t in chosen}
         trained = self._trained(scored, techniques)
         by_name |= {finding.candidate.name: finding for finding in trained}
         good = _ordered([f for f in [*scored, *trained] if f.is_kept])
@@ -225,7 +228,8 @@ class _Search:
                 chosen.append(technique)
         chosen.sort(key=lambda t: (t.needs is not Needs.NOTHING, -(_bound(t, traced) or math.inf)))
         exact = [t for t in chosen if t.needs is Needs.NOTHING and not t.is_recipe]
-        return [*exact, *_alternating([t for t in chosen if t not in exact])], bounded, refused, untrained
+        others = _in_turn([t for t in chosen if t not in exact], lambda technique: technique.group)
+        return [*exact, *others], bounded, refused, untrained
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
@@ -309,7 +313,9 @@ class _Search:
         """The fastest findings that need training, and the best of them with one more technique, after trainings."""
         if not self.settings.train_seconds:
             return []
-        chosen = [f for f in findings if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
+        chosen = [f for f in _ordered(findings) if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][
+            :TRAINED
+        ]
         if not chosen:
             return []
         timed = self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size))
@@ -433,12 +439,12 @@ class _Search:
         return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
 
 
-def _alternating(listed: Sequence[Technique]) -> list[Technique]:
-    """The techniques of the groups in turn, each in its order, so that little time tries some of each."""
-    groups: dict[str, list[Technique]] = {}
-    for technique in listed:
-        groups.setdefault(technique.group, []).append(technique)
-    return [technique for row in itertools.zip_longest(*groups.values()) for technique in row if technique is not None]
+def _in_turn(listed: Sequence[Item], key: Callable[[Item], str]) -> list[Item]:
+    """The items of each key in turn, each in its order, so that the first ones have several keys."""
+    groups: dict[str, list[Item]] = {}
+    for item in listed:
+        groups.setdefault(key(item), []).append(item)
+    return [item for row in itertools.zip_longest(*groups.values()) for item in row if item is not None]
 
 
 def _bound(technique: Technique, traced: TracedTime | None) -> float | None:

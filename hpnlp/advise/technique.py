@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpnlp import tasks
+from hpnlp.compress.recipe import parse_recipe
+from hpnlp.compress.stages import STRUCTURE
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.nn.output import is_normalized
 from hpnlp.planner.compressed import ModelOutline
@@ -64,6 +66,14 @@ class Technique:
     def is_recipe(self) -> bool:
         """Whether the technique changes the weights of a trained model, by `hpnlp compress`."""
         return not self.changes
+
+    @property
+    def family(self) -> str:
+        """Techniques of one family replace each other, as two formats of numbers do."""
+        if not self.is_recipe:
+            return next(iter(self.changes))
+        stage = parse_recipe(self.name)[0]
+        return self.name.partition("(")[0] if stage.changes == STRUCTURE else stage.changes
 
     def refusal(self, outline: ModelOutline | None, config: Config) -> str:
         """The reason why a run cannot have the technique.

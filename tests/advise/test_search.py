@@ -116,6 +116,16 @@ def test_the_fastest_stack_that_keeps_the_quality_is_confirmed_and_recommended(t
     assert "loses too much without training" in text and "--recipe=mlp(0.5),int8" in text
 
 
+def test_techniques_that_can_be_joined_are_scored_before_others_of_one_family(trained, fitting):
+    """Four formats of numbers, of which a model has one, leave no time for what makes it smaller."""
+    ratios = {"int8": 0.4, "bf16": 0.41, "int4": 0.42, "ternary": 0.43, "mlp(0.5)": 0.6, "heads(0.5)": 0.7}
+    advice, trials = searched(trained, ratios=ratios)
+    first = next(trial for trial in trials.trials if trial.scored and trial.candidates)
+    assert {"int8", "mlp(0.5)", "heads(0.5)"} <= {candidate.name for candidate in first.candidates}
+    assert advice.recommended is not None
+    assert set(advice.recommended.candidate.techniques) == {"int8", "mlp(0.5)", "heads(0.5)"}
+
+
 @pytest.fixture
 def fitting(monkeypatch):
     """All techniques fit, without the time to find out."""
