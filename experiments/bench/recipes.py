@@ -37,7 +37,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 from recipe_runs import row_of, run_all, time_rows
 from recipe_steps import CLASSIFIER, GROUPS, Step, entries
@@ -55,7 +54,7 @@ flags.DEFINE_bool(
     "tiny", False, "A few steps of tiny models, whose scores mean nothing; the result stays in --workdir."
 )
 flags.DEFINE_bool(
-    "times", False, "Measures the times of classifiers after one step of each training; other rows of the result stay."
+    "times", False, "Only the times of classifiers, after one step of each training: recipe_times-cpu.json."
 )
 flags.DEFINE_integer("rounds", 7, "Measurements of each time.", lower_bound=1)
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
@@ -90,12 +89,8 @@ def timed_steps() -> list[Step]:
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
     """Rows of all comparisons whose runs are finished, also those of other groups than --only, and of times."""
-    if FLAGS.times:
-        path = measure.result_path("recipes", FLAGS.out, jax.devices()[0].device_kind)
-        made = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["table"] != "models"]
-    else:
-        comparisons = entries([*GROUPS], FLAGS.tiny)[1]
-        made = [row_of(group, each, workdir, FLAGS.tiny) for group, members in comparisons.items() for each in members]
+    comparisons = {} if FLAGS.times else entries([*GROUPS], FLAGS.tiny)[1]
+    made = [row_of(group, each, workdir, FLAGS.tiny) for group, members in comparisons.items() for each in members]
     timed = {text: name for text, name in TIMED.items() if is_finished(workdir / name)}
     times = time_rows(timed, workdir, FLAGS.rounds) if CLASSIFIER in timed.values() else []
     return [row for row in made if row is not None] + times
@@ -114,7 +109,8 @@ def main(_: list[str]) -> None:
     measured = rows(workdir)
     for row in measured:
         print(row, flush=True)
-    print(measure.write_result("recipes", measured, str(workdir) if FLAGS.tiny else FLAGS.out))
+    name = "recipe_times" if FLAGS.times else "recipes"
+    print(measure.write_result(name, measured, str(workdir) if FLAGS.tiny else FLAGS.out))
 
 
 if __name__ == "__main__":

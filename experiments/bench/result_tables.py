@@ -455,6 +455,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "second_order": compression_tables.second_order,
     "sparse_products": compression_tables.sparse_products,
     "recipes": recipe_tables.recipes,
+    "recipe_times": recipe_tables.recipes,
     "precision": recipe_tables.precision,
     "pair_encoders": recipe_tables.pair_encoders,
     "estimates": estimates,

@@ -90,7 +90,7 @@ SECTIONS = {
         "bag_positives",
     ),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair", "pair_encoders", "docstring_search"),
-    "Compression": ("containers", "quantized_products", "sparse_products", "second_order", "recipes"),
+    "Compression": ("containers", "quantized_products", "sparse_products", "second_order", "recipes", "recipe_times"),
     "Advice": ("advise", "advise_bert"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
