@@ -2,10 +2,10 @@
 
     python experiments/bench/commits.py --before=44dcb6f [--only=loss,decode] [--rounds=5]
 
-Every round runs each benchmark script in both trees, each in a process of its own, and alternates which tree comes first, since
-the speed of a machine drifts. "train" is no script, but 50 steps of `hpnlp train`, whose losses and peak memory are compared;
-"tests" are every eighth test of `make test`, and their collection, in CPU seconds. Both trees run with the interpreter and
-packages of this process. About 40 minutes.
+Every round runs each benchmark script in both trees, each in a process of its own, and alternates which tree comes first,
+since the speed of a machine drifts. "train" is no script, but 50 steps of `hpnlp train`, whose losses and peak memory are
+compared; "tests" are an eighth of those of `make test`, by hashes of their names, and their collection, in CPU seconds. Both
+trees run with the interpreter and packages of this process. About 40 minutes.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def compare_training(before: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def tested(tree: Path) -> tuple[float, int]:
-    """`(CPU seconds, number of tests)` of every eighth test of a tree, in one process, and of what the tests start."""
+    """`(CPU seconds, number of tests)` of an eighth of the tests of a tree, in one process, and of what these start."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "every_eighth"]
     path = f"{tree}{os.pathsep}{Path(__file__).parent}"
     with tempfile.TemporaryFile("w+") as output:
@@ -174,7 +174,7 @@ def tested(tree: Path) -> tuple[float, int]:
     if os.waitstatus_to_exitcode(status) not in (0, 1):  # 1: a test failed, which the last line says
         raise RuntimeError(f"the tests of {tree} ended with status {status}: {lines[-1:]}")
     print(f"{tree}: {lines[-1]}", flush=True)
-    count = sum(int(number) for number in re.findall(r"(\d+) (?:passed|failed)", lines[-1]))
+    count = sum(int(number) for number in re.findall(r"(\d+) (?:passed|failed|error)", lines[-1]))
     return usage.ru_utime + usage.ru_stime, count
 
 
@@ -188,7 +188,7 @@ def compare_tests(before: Path, rounds: int) -> list[dict[str, Any]]:
             used, counts[name] = tested(trees[name])
             seconds[name].append(used)
     ratio = statistics.median(after / first for after, first in zip(seconds["after"], seconds["before"], strict=True))
-    what = f"every eighth test ({counts['after']}; before, {counts['before']}), CPU seconds"
+    what = f"an eighth of the tests ({counts['after']}; before, {counts['before']}), CPU seconds"
     return [{"what": what, "over_before": ratio, **seconds}]
 
 

@@ -5,7 +5,7 @@
 A byte-level language model of the standard library's source is trained on the same number of tokens in batches of B sequences
 and of 16 B, so that the large batch takes 1/16 of the steps. Learning rates are tuned for B only: each optimizer takes the
 best of RATES, a factor of two apart, by the held-out loss of the first seed; while the best rate is the lowest or highest
-one, the next one is tried too. For 16 B nothing is tuned: rates are scaled
+one, the next one is tried too, up to MOST_ADDED. For 16 B nothing is tuned: rates are scaled
 by `optimizer.scaling`, or unchanged ("none"). Warm-up always lasts for the same fraction of the tokens. Losses are of the same
 held-out text, in nats per byte; no times are measured, so that other load on the machine does not change the result.
 Differences to the best small batch are paired by seed, with a 95 % interval by Student's distribution.
@@ -109,7 +109,7 @@ def best_rate(losses: Mapping[float, float]) -> float:
 
 
 def tuned(loss: Callable[[float], float], rates: Sequence[float]) -> dict[float, float]:
-    """Loss by learning rate; rates are added until the best one is between two others."""
+    """Loss by learning rate; rates are added until the best one is between two others, at most MOST_ADDED."""
     tried = {rate: loss(rate) for rate in rates}
     for _ in range(MOST_ADDED):
         best = best_rate(tried)

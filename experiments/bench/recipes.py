@@ -54,7 +54,9 @@ flags.DEFINE_bool(
     "tiny", False, "A few steps of tiny models, whose scores mean nothing; the result stays in --workdir."
 )
 flags.DEFINE_bool(
-    "times", False, "Only the times of classifiers, after one step of each training: recipe_times-cpu.json."
+    "times",
+    False,
+    "Only the times of classifiers, of all groups, after one step of each training: recipe_times-cpu.json.",
 )
 flags.DEFINE_integer("rounds", 7, "Measurements of each time.", lower_bound=1)
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")

@@ -408,7 +408,10 @@ class _Search:
         is_scored = all(c.name in self.scored for c in candidates)
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not (self._trains or is_scored), attempt=1))
         if is_scored:
-            models = [_with_scores(m, self.scored[c.name]) for c, m in zip(candidates, result.models[1:], strict=True)]
+            models = [
+                model if model.error else _with_scores(model, self.scored[candidate.name])
+                for candidate, model in zip(candidates, result.models[1:], strict=True)
+            ]
             result = dataclasses.replace(result, models=(result.models[0], *models))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         before = {f.candidate.name: f for f in good}

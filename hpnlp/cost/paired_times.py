@@ -224,10 +224,10 @@ def compare_times(
     """Compares programs with a baseline by paired rounds, until each has a verdict.
 
     A round measures the baseline, up to four programs and the baseline again, the next round in the reverse order, so that a
-    slow period of the machine and the position cancel. Calls that do not count come before each measurement: the last one of a
-    round and the first one of the next are both of the baseline, which then had its weights in the caches, and equal programs
-    of 1.6 ms seemed 6 % slower. Programs leave with their verdict at one of LOOKS. The best of many programs is a lucky one:
-    compare it again before its ratio is quoted.
+    slow period of the machine and the position cancel. Some calls that do not count come before each measurement of a call of
+    less than 0.1 s. Without them the baseline, measured last in one round and first in the next, would find its weights in the
+    caches: equal programs of 1.6 ms seemed 6 % slower. Programs leave with their verdict at one of LOOKS. The best of many
+    programs is a lucky one: compare it again before its ratio is quoted.
 
     Args:
       baseline: Function without arguments.

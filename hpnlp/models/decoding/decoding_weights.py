@@ -51,7 +51,7 @@ def separate_stacks(weights: Any, config: ConfigOfModel) -> Any:
       config: Config of the model.
 
     Returns:
-      The weights; stacks that run as a loop (`model.unroll`) stay, since separate layers take longer to compile.
+      The weights; stacks that run as a loop (`model.unroll` above 0) stay, since separate layers take longer to compile.
 
     Cost: a copy of the layers' weights; for numpy arrays, views.
     """
