@@ -334,12 +334,12 @@ class _Search:
         stack = self._trained_stack(good[0].candidate, [by_name[f.candidate.name] for f in [*good[1:], *others]])
         return [*trained, *trainings.judged(stack)]
 
-    def _trained_stack(self, base: Candidate, others: Sequence[Technique]) -> list[Finding]:
+    def _trained_stack(self, base: Candidate, additions: Sequence[Technique]) -> list[Finding]:
         """The candidate with the technique by which it becomes fastest; [] if none makes it faster.
 
         A training applies either changes of the config or a recipe.
         """
-        joined = [c for t in others if (c := _trainable(base, t)) is not None][:GROUP]
+        joined = [c for t in additions if (c := _trainable(base, t)) is not None][:GROUP]
         faster = [f for f in self._beside(base, joined) if f.is_faster] if joined else []
         if not faster:
             return []

@@ -82,9 +82,8 @@ class Predictor:
     def _set(self, directory: str, run: run_directory.Run) -> None:
         self.directory, self.run = directory, run
         self._task = tasks.find(run.config.task)
-        if (
-            jax.default_backend() == "cpu"
-        ):  # layers are views of their stacks where memory is aligned, and copies elsewhere
+        if jax.default_backend() == "cpu":
+            # Layers are views of their stacks where memory is aligned, and copies elsewhere.
             views = separate_stacks(jax.tree.map(np.asarray, run.params), run.model.config)
             params = jax.tree.map(lambda x: jax.device_put(x, may_alias=True), views)
         else:

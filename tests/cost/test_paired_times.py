@@ -88,7 +88,7 @@ def test_rounds_reverse_their_order_and_programs_leave_with_their_verdict():
 
 
 def test_cold_caches_after_another_program_do_not_favour_the_baseline():
-    """Of which two measurements follow each other. A call of another program than the last takes twice as long."""
+    """Two measurements of the baseline follow each other; a call after one of another program takes twice as long."""
     last, noise = [""], np.random.default_rng(0)
 
     def use(program, calls):
